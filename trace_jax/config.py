@@ -1,0 +1,194 @@
+"""Frozen dataclasses that describe a run.
+
+Every field is used by some layer or refused by `RunConfig.validate`; there is no field that is accepted and ignored.
+Loading from YAML and command-line overrides lives in `trace_jax.config_io`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+
+class ConfigError(ValueError):
+    """Bad input from the user: one line saying what, where and the mend. The command line exits with status 2."""
+
+
+@dataclass(frozen=True)
+class SimulatorConfig:
+    """Static shapes of the simulated world (magnitudes live in `simulator.params.SimulatorParams`)."""
+
+    days: int = 28  # length of the observation window; the first half is the baseline
+    segments: int = 48  # padded number of active segments of a campaign
+    siblings: int = 2  # other campaigns of the same advertiser, campaign-level tables only
+    batch: int = 256  # episodes proposed per compiled call
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Sizes and seed of the splits. Splits draw from disjoint random streams."""
+
+    seed: int = 2609
+    train: int = 4472
+    validation: int = 528
+    test: int = 235
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """The agent's task and tool (arXiv 2609.10315, task and answer)."""
+
+    prompt: str = "compact"  # "compact" | "full": wording of system and user prompt
+    tool_seconds: float = 60.0  # wall-clock limit of one tool call
+    tool_characters: int = 8000  # tool output is cut here
+    memory_limit_mb: int = 256  # of one episode database
+    reward_attr: float = 0.65
+    reward_full: float = 0.30
+    reward_format: float = 0.05
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """The sentencepiece model trained on teacher transcripts."""
+
+    vocab_size: int = 768
+    transcripts: int = 600  # teacher transcripts it is trained on
+    fragments: int = 192  # long frequent fragments kept as single pieces
+    min_fragment_characters: int = 12
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Sizes of the decoder (GQA, RoPE, RMSNorm, SwiGLU). The vocabulary size comes from the tokenizer."""
+
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    mlp_width: int = 384
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    qk_norm: bool = True
+    tie_embeddings: bool = True
+    max_length: int = 512  # longest sequence (positions) the policy may see
+    dtype: str = "float32"  # compute type: "float32" | "bfloat16"; parameters stay float32
+    remat: bool = False  # recompute activations of each layer in the backward pass
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How trajectories are sampled."""
+
+    temperature: float = 1.0
+    max_turns: int = 12  # assistant turns including the answer
+    max_turn_tokens: int = 64  # sampled tokens in one turn
+    context: int = 512  # prompt + everything after it
+    slots: int = 256  # trajectories generated together
+    tool_workers: int = 2
+    cache_dtype: str = "float32"
+    trajectory_seconds: float = 600.0  # wall-clock limit of one trajectory
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a warm-up and a constant or cosine schedule."""
+
+    learning_rate: float = 1e-3
+    schedule: str = "constant"  # "constant" | "cosine"
+    warmup_steps: int = 20
+    final_fraction: float = 0.05  # of the peak rate, at the end of a cosine schedule
+    b1: float = 0.9
+    b2: float = 0.98
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Shapes of learner micro-batches."""
+
+    row_length: int = 512  # packed rows are this long
+    rows: int = 16  # rows in one micro-batch
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Supervised fine-tuning on the scripted analyst's trajectories."""
+
+    trajectories: int = 12000  # kept (label-matching) teacher trajectories
+    epochs: int = 2
+    batch: int = 64  # trajectories per optimizer step
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="cosine"))
+    microbatch: BatchConfig = field(default_factory=BatchConfig)
+    save_every: int = 50
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """Group-relative policy optimisation (papers 2609.10315 and section 4 of the specification)."""
+
+    steps: int = 100
+    prompts: int = 32
+    group: int = 8
+    iterations: int = 1  # optimizer steps per batch of trajectories
+    objective: str = "grpo"  # "grpo" | "dr_grpo" | "dapo"
+    advantage_std: bool = True  # divide by the group's population standard deviation
+    clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.28
+    aggregation: str = "token_mean"  # "token_mean" | "seq_mean_token_mean" | "seq_mean_token_sum" | "seq_sum_constant"
+    aggregation_constant: float = 512.0  # divisor of "seq_sum_constant" (Dr.GRPO)
+    kl_coefficient: float = 0.0  # k3 to the policy at the start of the stage
+    entropy_coefficient: float = 0.0
+    no_signal_share: float = 0.0  # extra share of no-signal prompts on top of the split's own composition
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-4, warmup_steps=5, weight_decay=0.0)
+    )
+    microbatch: BatchConfig = field(default_factory=BatchConfig)
+    validate_every: int = 20
+    validation_episodes: int = 64
+    save_every: int = 10
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out evaluation."""
+
+    samples: int = 5  # answers per episode
+    temperature: float = 0.6
+    bootstrap: int = 2000  # resamples for the confidence intervals
+    confidence: float = 0.95
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Device mesh `data x fsdp x tensor x expert`; -1 on `data` takes the remaining devices."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run of `trace-jax`."""
+
+    name: str = "nano"
+    seed: int = 0
+    simulator: SimulatorConfig = field(default_factory=SimulatorConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    keep_checkpoints: int = 3
+
+    def replace(self, **changes) -> "RunConfig":
+        """A copy with fields changed."""
+        return dataclasses.replace(self, **changes)
