@@ -1,0 +1,215 @@
+"""The decoder: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
+
+`qk_norm=True` is the Qwen3 dense block (RMSNorm on every query and key head), `qk_norm=False` the Llama block.
+
+Axes: B rows, T tokens, D model width, H query heads, K key/value heads, h head width, M mlp width, V vocabulary, L layers.
+Weights of all layers are stacked on a leading `layers` axis and applied by one `jax.lax.scan`, so compile time does not
+grow with depth. Head axes are stored flattened (H*h), which makes every projection one two-dimensional matmul.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from trace_jax.config import ConfigError, PolicyConfig
+from trace_jax.policy import attention
+from trace_jax.policy.cache import KVCache
+
+
+def _check(cfg: PolicyConfig) -> None:
+    if cfg.heads % cfg.kv_heads:
+        raise ConfigError(f"policy.heads {cfg.heads} is not a multiple of policy.kv_heads {cfg.kv_heads}: change one")
+    if cfg.head_dim % 2:
+        raise ConfigError(f"policy.head_dim {cfg.head_dim} is odd: rotary positions need an even head width")
+    if cfg.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"policy.dtype {cfg.dtype!r} is unknown: use float32 or bfloat16")
+
+
+class Transformer(nnx.Module):
+    """A causal decoder without host state; parameters are float32, `cfg.dtype` is the compute type."""
+
+    def __init__(self, cfg: PolicyConfig, vocab_size: int, *, rngs: nnx.Rngs):
+        """Weights are drawn with standard deviation 1/sqrt(fan in), residual outputs scaled down by sqrt(2L).
+
+        Raises:
+            ConfigError: sizes that do not fit together.
+        """
+        _check(cfg)
+        self.cfg = cfg
+        self.vocab_size = vocab_size
+        depth, width, mlp = cfg.layers, cfg.width, cfg.mlp_width
+        heads, kv_heads = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+        residual = (2 * depth) ** -0.5
+
+        def matrix(shape, axes, scale):
+            return nnx.Param(scale * jax.random.normal(rngs.params(), shape), logical_axes=axes)
+
+        def gain(shape, axes):
+            return nnx.Param(jnp.ones(shape), logical_axes=axes)
+
+        self.embedding = matrix((vocab_size, width), ("vocab", "embed"), width**-0.5)
+        self.attention_norm = gain((depth, width), ("layers", "embed"))
+        self.query = matrix((depth, width, heads), ("layers", "embed", "heads"), width**-0.5)
+        self.key = matrix((depth, width, kv_heads), ("layers", "embed", "kv_heads"), width**-0.5)
+        self.value = matrix((depth, width, kv_heads), ("layers", "embed", "kv_heads"), width**-0.5)
+        self.output = matrix((depth, heads, width), ("layers", "heads", "embed"), residual * heads**-0.5)
+        if cfg.qk_norm:
+            self.query_norm = gain((depth, cfg.head_dim), ("layers", "head_dim"))
+            self.key_norm = gain((depth, cfg.head_dim), ("layers", "head_dim"))
+        self.mlp_norm = gain((depth, width), ("layers", "embed"))
+        self.gate = matrix((depth, width, mlp), ("layers", "embed", "mlp"), width**-0.5)
+        self.up = matrix((depth, width, mlp), ("layers", "embed", "mlp"), width**-0.5)
+        self.down = matrix((depth, mlp, width), ("layers", "mlp", "embed"), residual * mlp**-0.5)
+        self.final_norm = gain((width,), ("embed",))
+        if not cfg.tie_embeddings:
+            self.head = matrix((width, vocab_size), ("embed", "vocab"), width**-0.5)
+
+    def __call__(
+        self, ids: Int[Array, "B T"], positions: Int[Array, "B T"], segments: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """Hidden states of packed rows for training: causal attention inside equal segment ids.
+
+        Args:
+            ids: token ids.
+            positions: position of each token in its own sequence, from 0.
+            segments: sequence number of each token in its row, from 1; 0 is padding (its hidden states are finite and
+                mean nothing).
+        """
+        rope = attention.rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        mask = attention.packed_mask(segments)
+
+        def layer(x, weights):
+            q, k, v = self._project(x, weights, rope)
+            x = self._residual_attention(x, attention.packed_attention(q, k, v, mask), weights)
+            return self._residual_mlp(x, weights), None
+
+        body = jax.checkpoint(layer) if self.cfg.remat else layer
+        x, _ = jax.lax.scan(body, self._embed(ids), self._layer_weights())
+        return rms_norm(x, self.final_norm[...], self.cfg.norm_eps)
+
+    def decode(
+        self,
+        ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        cache: KVCache,
+        attend: int,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Hidden states of the next tokens of each row; their keys and values are written at `positions`.
+
+        Args:
+            ids: one token a row (decoding) or a chunk (prefill).
+            positions: of each token in its row; contiguous in a chunk.
+            valid: False for a token that is not there: it writes nothing and its hidden state means nothing.
+            cache: donate it to the jitted caller, then the writes happen in place.
+            attend: static; queries look at the first `attend` cache positions, so it must exceed every valid position.
+        """
+        rope = attention.rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        rows = jnp.arange(ids.shape[0])[:, None]
+        slots = jnp.where(valid, positions, cache.length)  # out of range: dropped
+
+        def layer(carry, scanned):
+            x, keys, values = carry
+            weights, index = scanned
+            q, k, v = self._project(x, weights, rope)
+            keys = keys.at[index, rows, slots].set(k.astype(keys.dtype), mode="drop")
+            values = values.at[index, rows, slots].set(v.astype(values.dtype), mode="drop")
+            attended = attention.cache_attention(q, keys[index, :, :attend], values[index, :, :attend], positions)
+            x = self._residual_attention(x, attended, weights)
+            return (self._residual_mlp(x, weights), keys, values), None
+
+        carry = (self._embed(ids), cache.k, cache.v)
+        (x, keys, values), _ = jax.lax.scan(layer, carry, (self._layer_weights(), jnp.arange(self.cfg.layers)))
+        return rms_norm(x, self.final_norm[...], self.cfg.norm_eps), KVCache(k=keys, v=values)
+
+    def logits(self, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
+        """Scores of the next token, float32."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        weight = self.embedding[...].T if self.cfg.tie_embeddings else self.head[...]
+        scores = jnp.dot(flat, weight.astype(flat.dtype), preferred_element_type=jnp.float32)
+        return scores.reshape(*hidden.shape[:-1], self.vocab_size)
+
+    def _embed(self, ids):
+        return self.embedding[...][ids].astype(self.cfg.dtype)
+
+    def _layer_weights(self) -> dict[str, Array]:
+        names = ["attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down"]
+        if self.cfg.qk_norm:
+            names += ["query_norm", "key_norm"]
+        return {name: getattr(self, name)[...] for name in names}
+
+    def _project(self, x, weights, rope):
+        cfg, (rows, time, _) = self.cfg, x.shape
+        h = rms_norm(x, weights["attention_norm"], cfg.norm_eps).reshape(rows * time, -1)
+        q = _matmul(h, weights["query"]).reshape(rows, time, cfg.heads, cfg.head_dim)
+        k = _matmul(h, weights["key"]).reshape(rows, time, cfg.kv_heads, cfg.head_dim)
+        v = _matmul(h, weights["value"]).reshape(rows, time, cfg.kv_heads, cfg.head_dim)
+        if cfg.qk_norm:
+            q = rms_norm(q, weights["query_norm"], cfg.norm_eps)
+            k = rms_norm(k, weights["key_norm"], cfg.norm_eps)
+        return attention.rotate(q, *rope), attention.rotate(k, *rope), v
+
+    def _residual_attention(self, x, attended, weights):
+        flat = attended.reshape(x.shape[0] * x.shape[1], -1)
+        return x + _matmul(flat, weights["output"]).reshape(x.shape)
+
+    def _residual_mlp(self, x, weights):
+        h = rms_norm(x, weights["mlp_norm"], self.cfg.norm_eps).reshape(-1, x.shape[-1])
+        h = jax.nn.silu(_matmul(h, weights["gate"])) * _matmul(h, weights["up"])
+        return x + _matmul(h, weights["down"]).reshape(x.shape)
+
+
+def rms_norm(x: Float[Array, "*n d"], gain: Float[Array, " d"], eps: float) -> Float[Array, "*n d"]:
+    """Root-mean-square normalisation (arXiv 1910.07467), statistics in float32."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * scale * gain).astype(x.dtype)
+
+
+def logical_axes(model: Transformer) -> nnx.State:
+    """The logical axis names of every parameter: the tree of `nnx.state(model, nnx.Param)` with a tuple at each leaf.
+
+    `jax.tree.map(f, params, logical_axes(model))` calls `f(array, names)`.
+    """
+    return jax.tree.map(
+        lambda param: param.replace(param.get_metadata("logical_axes")),
+        nnx.state(model, nnx.Param),
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )
+
+
+def token_logprobs(
+    model: Transformer,
+    hidden: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probability of each target under softmax(logits / temperature), and the entropy of that distribution (nats).
+
+    Tokens are handled `chunk` at a time and their scores recomputed in the backward pass, so the [B, T, V] array never
+    exists.
+    """
+    rows, time, width = hidden.shape
+    count = rows * time
+    chunk = min(chunk, count)
+    padding = -count % chunk
+    flat = jnp.pad(hidden.reshape(count, width), ((0, padding), (0, 0))).reshape(-1, chunk, width)
+    wanted = jnp.pad(targets.reshape(count), (0, padding)).reshape(-1, chunk)
+
+    @jax.checkpoint
+    def one(carry, xs):
+        h, target = xs
+        logp = jax.nn.log_softmax(model.logits(h) / temperature)
+        chosen = jnp.take_along_axis(logp, target[:, None], axis=1)[:, 0]
+        return carry, (chosen, -jnp.sum(jnp.exp(logp) * logp, axis=1))
+
+    _, (logprob, entropy) = jax.lax.scan(one, None, (flat, wanted))
+    return logprob.reshape(-1)[:count].reshape(rows, time), entropy.reshape(-1)[:count].reshape(rows, time)
+
+
+def _matmul(x: Float[Array, "n a"], weight: Float[Array, "a b"]) -> Float[Array, "n b"]:
+    return jnp.dot(x, weight.astype(x.dtype))
