@@ -1,0 +1,114 @@
+"""Results of several agents side by side, as a rich table and as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.table import Table
+
+# (label, path into the result of `metrics.summarise`, decimals)
+ROWS: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("Cause@1", ("cause_at_1",), 3),
+    ("FullAttr@1", ("full_attr_at_1",), 3),
+    ("FullAttr@5", ("full_attr_at_5",), 3),
+    ("Jaccard (cause right)", ("jaccard",), 3),
+    ("campaign", ("by_type", "campaign"), 3),
+    ("mix", ("by_type", "mix"), 3),
+    ("segment 1-D", ("by_type", "segment_1d"), 3),
+    ("segment 2-D", ("by_type", "segment_2d"), 3),
+    ("no-signal", ("no_signal",), 3),
+    ("parsed", ("parsed",), 3),
+    ("tool calls", ("tool_calls",), 1),
+)
+
+
+def _reported(cause, full, full5, jaccard, campaign, mix, one, two, no_signal, parsed, calls) -> dict:
+    values = (cause, full, full5, jaccard, campaign, mix, one, two, no_signal, parsed, calls)
+    result: dict = {"by_type": {}}
+    for (_, path, _), value in zip(ROWS, values, strict=True):
+        node = result if len(path) == 1 else result[path[0]]
+        node[path[-1]] = {"value": value, "low": None, "high": None}
+    return result
+
+
+# arXiv 2609.10315, Qwen3.5-35B-A3B. Its simulator, prompts and episodes differ from ours: for reference only.
+PAPER: dict[str, dict] = {
+    "untrained": _reported(0.184, 0.159, 0.370, 0.596, 0.46, 0.48, 0.04, 0.01, 0.41, 0.53, 22.05),
+    "sft": _reported(0.685, 0.637, 0.762, 0.958, 0.99, 0.98, 0.71, 0.04, 0.76, 1.00, 10.75),
+    "grpo": _reported(0.823, 0.757, 0.851, 0.928, 0.95, 1.00, 0.92, 0.27, 0.49, 1.00, 11.73),
+}
+PAPER_LABELS = {"untrained": "paper base", "sft": "paper SFT", "grpo": "paper SFT->RL"}
+PAPER_NOTE = "paper: reported in arXiv 2609.10315 for a 35B model in that paper's own environment; for reference only"
+LABELS = {"untrained": "untrained", "analyst": "analyst", "sft": "SFT", "grpo": "SFT->GRPO"}
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """Strings of a finished table: `columns` are headings, `rows` are `(label, cells)`, one cell per column."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    notes: tuple[str, ...]
+
+
+def _cell(result: Mapping, path: tuple[str, ...], decimals: int, intervals: bool) -> str:
+    node = result
+    for key in path:
+        node = node.get(key) or {}
+    value, low, high = (node.get(k) for k in ("value", "low", "high"))
+    if value is None:
+        return "-"
+
+    def show(x: float) -> str:
+        return f"{x:.{decimals}f}"
+
+    if not intervals or low is None or high is None:
+        return show(value)
+    return f"{show(value)} [{show(low)}, {show(high)}]"
+
+
+def build(agents: Mapping[str, Mapping], *, intervals: bool = True, paper: bool = True) -> ResultTable:
+    """Arrange results in columns.
+
+    Args:
+        agents: result of `metrics.summarise` by agent name; the names of `LABELS` come first and in that order.
+        intervals: write `value [low, high]`.
+        paper: add the reported columns of arXiv 2609.10315.
+    """
+    order = [name for name in LABELS if name in agents] + [name for name in agents if name not in LABELS]
+    columns = [(LABELS.get(name, name), agents[name]) for name in order]
+    notes = []
+    sizes = {(a["extra"]["episodes"], a["extra"]["confidence"]) for _, a in columns if "extra" in a}
+    if intervals and len(sizes) == 1:
+        episodes, confidence = sizes.pop()
+        notes.append(f"{episodes} held-out episodes; brackets: {confidence:.0%} bootstrap interval over episodes")
+    if paper:
+        columns += [(PAPER_LABELS[name], PAPER[name]) for name in PAPER]
+        notes.append(PAPER_NOTE)
+    rows = tuple((label, tuple(_cell(r, path, d, intervals) for _, r in columns)) for label, path, d in ROWS)
+    return ResultTable(tuple(name for name, _ in columns), rows, tuple(notes))
+
+
+def rich_table(table: ResultTable, *, title: str = "FullAttr@1 and companions, held-out episodes") -> Table:
+    """The table for a terminal; notes become its caption."""
+    out = Table(title=title, caption="\n".join(table.notes) or None)
+    out.add_column("metric", no_wrap=True)
+    for name in table.columns:
+        out.add_column(name, justify="right")
+    for label, cells in table.rows:
+        out.add_row(label, *cells)
+    return out
+
+
+def plain_text(table: ResultTable) -> str:
+    """The table with aligned columns and no control characters, for logs and files."""
+    lines = [("metric", *table.columns), *((label, *cells) for label, cells in table.rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+
+    def row(line: tuple[str, ...]) -> str:
+        first = line[0].ljust(widths[0])
+        return "  ".join([first, *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]).rstrip()
+
+    body = [row(lines[0]), "  ".join("-" * w for w in widths), *(row(line) for line in lines[1:])]
+    return "\n".join([*body, *table.notes])
