@@ -162,7 +162,7 @@ def test_interval_ignores_extra_samples_of_the_same_episodes():
 def test_paired_difference_is_narrower_than_separate_intervals():
     rng = np.random.default_rng(3)
     base = rng.random(150) < 0.5
-    better = base | (rng.random(150) < 0.1)
+    better = base | (rng.random(150) < 0.3)
     first, second = ([record(i, right=bool(x)) for i, x in enumerate(v)] for v in (base, better))
     change = metrics.paired_difference(first, second, CONFIG)
     assert change["value"] == pytest.approx(better.mean() - base.mean())

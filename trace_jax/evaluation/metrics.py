@@ -68,7 +68,7 @@ def resample_counts(episodes: int, resamples: int, seed: int) -> Int[np.ndarray,
 
 
 def _interval(numerator, denominator, counts, confidence: float) -> dict[str, float | None]:
-    """`{"value", "low", "high"}` of a ratio of sums over episodes (percentile bootstrap); nulls for an empty category."""
+    """`{"value", "low", "high"}` of a ratio of sums over episodes, percentile bootstrap; nulls when empty."""
     total = float(np.sum(denominator))
     if total <= 0:
         return {"value": None, "low": None, "high": None}
@@ -189,7 +189,7 @@ def summarise(records: Sequence[EvalRecord], config: EvaluationConfig, *, seed: 
 
 
 def confusion(records: Sequence[EvalRecord]) -> dict:
-    """Answers by hidden cause (rows) and answered cause (columns, last UNPARSED): `{"causes", "predicted", "counts"}`."""
+    """Answers by hidden cause (rows) and answered cause (columns): `{"causes", "predicted", "counts"}`."""
     columns = (*CAUSE_NAMES, UNPARSED)
     row_of, column_of = ({name: i for i, name in enumerate(names)} for names in (CAUSE_NAMES, columns))
     counts = np.zeros((len(CAUSE_NAMES), len(columns)), dtype=np.int64)
