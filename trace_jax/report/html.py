@@ -1,0 +1,235 @@
+"""A run directory as one self-contained HTML page: results, confusion matrix, curves, investigations, configuration.
+
+Every part is left out when its file is not there, so the page of an unfinished run is a page too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import jinja2
+import numpy as np
+
+from trace_jax.config import ConfigError, EvaluationConfig
+from trace_jax.evaluation import metrics, store, table
+from trace_jax.report import svg
+from trace_jax.report.template import PAGE
+from trace_jax.rollout.trajectory import Trajectory, read_parquet
+from trace_jax.simulator.vocabulary import CAUSE_NAMES, EPISODE_TYPES
+
+CASES_PER_TYPE = 1  # right and wrong investigations shown of each episode type
+_NOT_CURVES = {"stage", "step"}
+
+
+def write(run_dir: str | Path, out: str | Path | None = None) -> Path:
+    """Build the page of `run_dir` and write it to `out` (default `run_dir/report.html`).
+
+    Raises:
+        ConfigError: `run_dir` is no run directory, one of its files is broken, or the page cannot be written.
+    """
+    target = Path(out) if out is not None else Path(run_dir) / "report.html"
+    page = build(run_dir)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError as e:
+        raise ConfigError(f"cannot write {target}: {e.strerror or e}; choose another --out") from e
+    return target
+
+
+def build(run_dir: str | Path) -> str:
+    """The page as text."""
+    run_dir = Path(run_dir)
+    config_file = run_dir / "config.yaml"
+    if not config_file.is_file():
+        raise ConfigError(f"no run in {run_dir} (no config.yaml there): check --run-dir")
+    agents = store.load_summaries(run_dir)
+    last = _last_agent(agents)
+    cases, cases_from = _cases(run_dir)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(PAGE).render(
+        name=run_dir.resolve().name,
+        subtitle=_subtitle(agents, last),
+        figures=_figures(agents[last]) if last else [],
+        table=table.build(agents) if agents else None,
+        differences=_differences(run_dir, agents),
+        by_cause=_by_cause(agents),
+        matrix=_matrix(last, agents[last]) if last else None,
+        stages=_stages(run_dir / "metrics.jsonl"),
+        cases=cases,
+        cases_from=cases_from,
+        config=config_file.read_text(encoding="utf-8"),
+    )
+
+
+def _last_agent(agents: dict[str, dict]) -> str | None:
+    """The trained agent that the headline is about."""
+    for name in reversed(table.LABELS):
+        if name in agents:
+            return name
+    return next(iter(agents), None)
+
+
+def _subtitle(agents: dict[str, dict], last: str | None) -> str:
+    if last is None:
+        return "trace-jax run"
+    extra = agents[last]["extra"]
+    return f"{table.LABELS.get(last, last)} on {extra['episodes']} held-out episodes, {extra['samples']} answers each"
+
+
+def _figures(summary: dict) -> list[dict[str, str]]:
+    chosen = {
+        "FullAttr@1": summary["full_attr_at_1"],
+        "2-D slices": summary["by_type"]["segment_2d"],
+        "no-signal": summary["no_signal"],
+        "parsed": summary["parsed"],
+        "tool calls": summary["tool_calls"],
+    }
+    return [
+        {"label": label, "value": f"{c['value']:.3g}", "detail": f"{c['low']:.3g} to {c['high']:.3g}"}
+        for label, c in chosen.items()
+        if c["value"] is not None
+    ]
+
+
+def _differences(run_dir: Path, agents: dict[str, dict]) -> list[str]:
+    """One sentence for each pair of successive stages: FullAttr@1 gained on the same episodes."""
+    notes = []
+    for first, second in (("untrained", "sft"), ("sft", "grpo"), ("analyst", "grpo")):
+        if first not in agents or second not in agents:
+            continue
+        pair = [store.load_records(run_dir, name) for name in (first, second)]
+        change = metrics.paired_difference(*pair, EvaluationConfig())
+        if change["value"] is not None:
+            notes.append(
+                f"{table.LABELS[second]} minus {table.LABELS[first]}, FullAttr@1 on the same episodes: "
+                f"{change['value']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]"
+            )
+    return notes
+
+
+def _by_cause(agents: dict[str, dict]) -> dict | None:
+    if not agents:
+        return None
+    names = [n for n in table.LABELS if n in agents] + [n for n in agents if n not in table.LABELS]
+
+    def cell(node: dict) -> tuple[str, float]:
+        return ("-", 0.0) if node["value"] is None else (f"{node['value']:.2f}", round(node["value"] * 0.5, 3))
+
+    rows = [(c, [cell(agents[n]["by_cause"][c]) for n in names]) for c in CAUSE_NAMES]
+    return {"columns": [table.LABELS.get(n, n) for n in names], "rows": rows}
+
+
+def _matrix(agent: str, summary: dict) -> dict:
+    found = summary["extra"]["confusion"]
+    rows = []
+    for cause, counts in zip(found["causes"], found["counts"], strict=True):
+        total = sum(counts)
+        cells = []
+        for predicted, count in zip(found["predicted"], counts, strict=True):
+            share = count / total if total else 0.0
+            cells.append((f"{share:.2f}" if count else "", round(share * 0.7, 3), predicted == cause and count > 0))
+        rows.append({"cause": cause, "cells": cells, "total": total})
+    return {"agent": table.LABELS.get(agent, agent), "columns": found["predicted"], "rows": rows}
+
+
+def _flatten(record: dict, prefix: str = "") -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[prefix + key] = float(value)
+        elif value is None:
+            flat[prefix + key] = math.nan  # a gap, not a missing curve
+    return flat
+
+
+def _stages(path: Path) -> list[tuple[str, list[dict]]]:
+    """Charts of every figure that was logged at more than one step, by stage in order of appearance."""
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+            stage, step = str(record["stage"]), float(record["step"])
+        except (ValueError, KeyError, TypeError):
+            continue  # a line cut short by a crash
+        for name, value in _flatten({k: v for k, v in record.items() if k not in _NOT_CURVES}).items():
+            curves[stage][name].append((step, value))
+    result = []
+    for stage, named in curves.items():
+        charts = []
+        for name, points in named.items():
+            finite = [y for _, y in points if math.isfinite(y)]
+            if len(points) > 1 and finite:
+                drawn = svg.line_chart(points, title=f"{stage}: {name} by step")
+                charts.append({"name": name, "last": f"{finite[-1]:.4g}", "svg": drawn})
+        if charts:
+            result.append((stage, charts))
+    return result
+
+
+def turns(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> list[tuple[str, str, bool]]:
+    """`(role, text, sampled)` of each stretch of a trajectory: prompt, then calls, results and the answer."""
+    mask, turn = np.asarray(trajectory.loss_mask), np.asarray(trajectory.turn_index)
+    starts = np.flatnonzero(np.r_[True, (mask[1:] != mask[:-1]) | (turn[1:] != turn[:-1])])
+    result = []
+    for start, end in zip(starts, [*starts[1:], len(mask)], strict=True):
+        sampled = bool(mask[start])
+        if turn[start] < 0:
+            role = "task"
+        elif not sampled:
+            role = "result"
+        else:
+            role = "answer" if trajectory.answer is not None and not (mask[end:]).any() else "call"
+        text = decode([int(i) for i in trajectory.ids[start:end]]).strip()
+        if text:
+            result.append((role, text, sampled))
+    return result
+
+
+def _cases(run_dir: Path) -> tuple[list[dict], str]:
+    """A right and a wrong investigation of each episode type, from the newest trajectories."""
+    files = sorted((run_dir / "trajectories").glob("*.parquet"), key=lambda p: (p.stat().st_mtime, p.name))
+    model = run_dir / "tokenizer.model"
+    if not files or not model.is_file():
+        return [], ""
+    decode = _decoder(model)
+    chosen: dict[tuple[str, bool], list[Trajectory]] = defaultdict(list)
+    for t in read_parquet(files[-1]):
+        group = chosen[(str(t.labels.get("type")), bool(t.info.get("full_right")))]
+        if len(group) < CASES_PER_TYPE and all(t.task_index != other.task_index for other in group):
+            group.append(t)
+    cases = []
+    for name in EPISODE_TYPES:
+        for right in (True, False):
+            for t in chosen[(name, right)]:
+                outcome = "right" if right else "wrong" if t.status == "finished" else t.status
+                driver = t.labels.get("driver") or []
+                cases.append(
+                    {
+                        "index": t.task_index,
+                        "type": name,
+                        "cause": t.labels.get("cause", "unknown"),
+                        "driver": driver if isinstance(driver, str) else " & ".join("=".join(pair) for pair in driver),
+                        "right": right,
+                        "outcome": outcome,
+                        "reward": f"{t.reward:.2f}",
+                        "turns": turns(t, decode),
+                    }
+                )
+    return cases, files[-1].name
+
+
+def _decoder(model: Path) -> Callable[[list[int]], str]:
+    """Text of ids with the control pieces of turns left out (the page shows roles instead)."""
+    from trace_jax.policy.tokenizer import SentencePieceTokenizer
+
+    tokenizer = SentencePieceTokenizer.load(model)
+    return tokenizer.decode
