@@ -2,7 +2,7 @@
 
 `qk_norm=True` is the Qwen3 dense block (RMSNorm on every query and key head), `qk_norm=False` the Llama block.
 
-Axes: B rows, T tokens, D model width, H query heads, K key/value heads, h head width, M mlp width, V vocabulary, L layers.
+Axes: B rows, T tokens, D model width, H query heads, K key/value heads, h head width, V vocabulary, L layers.
 Weights of all layers are stacked on a leading `layers` axis and applied by one `jax.lax.scan`, so compile time does not
 grow with depth. Head axes are stored flattened (H*h), which makes every projection one two-dimensional matmul.
 """
