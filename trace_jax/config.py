@@ -1,6 +1,6 @@
 """Frozen dataclasses that describe a run.
 
-Every field is used by some layer or refused by `RunConfig.validate`; there is no field that is accepted and ignored.
+Every field is used by some layer or refused by `config_rules.validate`; there is no field that is accepted and ignored.
 Loading from YAML and command-line overrides lives in `trace_jax.config_io`.
 """
 
@@ -122,6 +122,7 @@ class SFTConfig:
     batch: int = 64  # trajectories per optimizer step
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="cosine"))
     microbatch: BatchConfig = field(default_factory=BatchConfig)
+    teacher_workers: int = 2  # processes that run the analyst
     save_every: int = 50
 
 
@@ -189,6 +190,6 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     keep_checkpoints: int = 3
 
-    def replace(self, **changes) -> "RunConfig":
+    def replace(self, **changes) -> RunConfig:
         """A copy with fields changed."""
         return dataclasses.replace(self, **changes)

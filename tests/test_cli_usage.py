@@ -1,0 +1,76 @@
+"""Bad usage: one line on stderr and exit status 2; help and dry run without loading JAX."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from trace_jax import cli
+
+
+def bad(capsys, *argv):
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("trace-jax: ") and err.count("\n") == 1, err
+    return err
+
+
+def test_unknown_command_and_option(capsys):
+    assert "train" in bad(capsys, "trian")
+    assert "--run-dir" in bad(capsys, "train", "--rundir", "x")
+    assert "--grpo.steps" in bad(capsys, "train", "--grpo.setps", "1")
+    assert "needs a value" in bad(capsys, "train", "--grpo.steps")
+    assert "needs a value" in bad(capsys, "train", "--grpo.steps", "--json")
+    assert "nonsense" in bad(capsys, "train", "nonsense")
+    assert "--split" in bad(capsys, "eval", "--split", "holdout")
+    assert "--index" in bad(capsys, "inspect", "--index", "first")
+
+
+def test_bad_config(capsys, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("grpo: {stps: 1}")
+    assert "grpo.steps" in bad(capsys, "train", "--config", str(path))
+    assert "no such config file" in bad(capsys, "train", "--config", str(tmp_path / "none.yaml"))
+    assert "grpo.steps" in bad(capsys, "train", "--grpo.steps", "many")
+    assert "max_length" in bad(capsys, "train", "--rollout.context", "4096")
+
+
+@pytest.mark.parametrize("command", ["grpo", "eval", "export"])
+def test_commands_on_a_run_need_one(capsys, tmp_path, command):
+    assert "--run-dir" in bad(capsys, command)
+    assert "no run in" in bad(capsys, command, "--run-dir", str(tmp_path / "none"))
+
+
+def test_resume_needs_a_run(capsys, tmp_path):
+    assert "--run-dir" in bad(capsys, "train", "--resume")
+    assert "no run in" in bad(capsys, "train", "--resume", "--run-dir", str(tmp_path))
+
+
+def test_dry_run_prints_the_resolved_run(capsys, tmp_path):
+    argv = ["train", "--dry-run", "--json", "--grpo.steps=3", "--mesh.data", "-1", "--keep-checkpoints", "2"]
+    assert cli.main([*argv, "--run-dir", str(tmp_path / "r")]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    resolved = yaml.safe_load("\n".join(text))
+    assert (resolved["grpo"]["steps"], resolved["mesh"]["data"], resolved["keep_checkpoints"]) == (3, -1, 2)
+    assert json.loads(last)["grpo.steps"] == 3
+    assert not (tmp_path / "r").exists()
+
+
+def test_no_command_prints_help(capsys):
+    assert cli.main([]) == 2
+    assert "simulate" in capsys.readouterr().out
+
+
+def test_importing_loads_no_extra_and_help_no_jax():
+    code = (
+        "import sys, trace_jax, trace_jax.cli as c\n"
+        "try: c.main(['train', '--help'])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "extra = set('jax torch transformers tokenizers huggingface_hub gguf matplotlib tensorboardX wandb'.split())\n"
+        "extra &= set(sys.modules)\n"
+        "assert not extra, extra\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,84 @@
+"""Progress on stderr: rich bars on a terminal, otherwise one plain line every few seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+
+
+def _format(figures: dict[str, float]) -> str:
+    return "  ".join(f"{k} {v:.4g}" for k, v in figures.items())
+
+
+class Bar:
+    """One stage's progress. `step` counts completed units out of `total`."""
+
+    def __init__(self, console: Console, name: str, total: int, completed: int, interval: float):
+        self._console, self.name, self.total = console, name, total
+        self._start, self._first, self._interval = time.monotonic(), completed, interval
+        self._last = self._start
+        self._rich: RichProgress | None = None
+        if console.is_terminal:
+            self._rich = RichProgress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=console,
+            )
+            self._task = self._rich.add_task(name, total=total, completed=completed, figures="")
+            self._rich.start()
+
+    def update(self, step: int, **figures: float) -> None:
+        """Shows `step` units done and the figures (loss, reward, ...) of the latest one."""
+        if self._rich is not None:
+            self._rich.update(self._task, completed=step, figures=_format(figures))
+            return
+        now = time.monotonic()
+        if step < self.total and now - self._last < self._interval:
+            return
+        self._last = now
+        done = max(step - self._first, 1)
+        left = (now - self._start) / done * (self.total - step)
+        self._console.print(
+            f"{self.name} {step}/{self.total}  {_format(figures)}  eta {left:.0f}s", highlight=False, soft_wrap=True
+        )
+
+    def close(self) -> None:
+        """Leaves the finished bar on the screen."""
+        if self._rich is not None:
+            self._rich.stop()
+
+
+class Progress:
+    """Where the recipes report to. `interval`: seconds between plain lines when stderr is not a terminal."""
+
+    def __init__(self, console: Console | None = None, interval: float = 10.0):
+        self.console = console or Console(stderr=True)
+        self.interval = interval
+
+    @contextlib.contextmanager
+    def bar(self, name: str, total: int, completed: int = 0) -> Iterator[Bar]:
+        """A bar for one stage, closed whatever happens inside."""
+        bar = Bar(self.console, name, total, completed, self.interval)
+        try:
+            yield bar
+        finally:
+            bar.close()
+
+    def note(self, text: str) -> None:
+        """One line of information."""
+        self.console.print(text, highlight=False, soft_wrap=True)
