@@ -56,7 +56,7 @@ class EpisodeBatch:
 
 @chex.dataclass(frozen=True)
 class Verdict:
-    """What the oracle verifier found (arXiv 2609.10315, oracle verifier). Margins are positive when the check passes."""
+    """What the oracle verifier found (arXiv 2609.10315). Margins are positive when the check passes."""
 
     accept: Bool[Array, " E"]
     detectability: Float[Array, " E"]  # z of the label's weakest required signature minus its threshold
