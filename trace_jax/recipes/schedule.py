@@ -1,0 +1,56 @@
+"""What each step works on, as pure functions of (seed, step): a resumed run meets the same items in the same order."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+
+import numpy as np
+from jaxtyping import Int
+
+
+def stream(seed: int, *path: int | str) -> np.random.Generator:
+    """An independent random stream for a purpose named by `path`."""
+    return np.random.default_rng([seed, *(zlib.crc32(p.encode()) if isinstance(p, str) else p for p in path)])
+
+
+@functools.lru_cache(maxsize=8)
+def _epoch(seed: int, purpose: str, epoch: int, count: int) -> Int[np.ndarray, " count"]:
+    return stream(seed, purpose, epoch).permutation(count)
+
+
+def shuffled(seed: int, purpose: str, start: int, stop: int, count: int) -> list[int]:
+    """Items `start..stop` of an endless sequence in which every `count` consecutive items are a new permutation."""
+    return [int(_epoch(seed, purpose, k // count, count)[k % count]) for k in range(start, stop)]
+
+
+def sft_steps(count: int, batch: int, epochs: int) -> int:
+    """Optimizer steps of SFT: whole batches in `epochs` passes over `count` items."""
+    return count * epochs // batch
+
+
+def sft_batch(seed: int, step: int, batch: int, count: int) -> list[int]:
+    """Items of SFT step `step` (from 0)."""
+    return shuffled(seed, "sft", step * batch, (step + 1) * batch, count)
+
+
+def grpo_prompts(
+    seed: int, step: int, prompts: int, count: int, no_signal: list[int], no_signal_share: float
+) -> list[int]:
+    """Episodes that GRPO step `step` (from 0) samples groups for.
+
+    Args:
+        count: episodes in the split.
+        no_signal: those of them without a signal, and the share of the step that is drawn from them on top of the
+            split's own composition.
+    """
+    extra = round(no_signal_share * prompts) if no_signal else 0
+    usual = prompts - extra
+    chosen = shuffled(seed, "grpo", step * usual, (step + 1) * usual, count)
+    more = shuffled(seed, "grpo-no-signal", step * extra, (step + 1) * extra, len(no_signal)) if extra else []
+    return chosen + [no_signal[i] for i in more]
+
+
+def collection_seed(seed: int, purpose: str, step: int) -> int:
+    """Seed of the sampling keys of one collection."""
+    return int(stream(seed, purpose, step).integers(2**31 - 1))
