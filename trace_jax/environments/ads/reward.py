@@ -1,0 +1,55 @@
+"""The composite reward (arXiv 2609.10315).
+
+    r      = w_attr r_attr + w_full r_full + w_fmt r_fmt            0.65, 0.30, 0.05
+    r_attr = 1{cause right} * r_slice,   r_slice = 0.5 + 0.5 * Jaccard(predicted, true pairs) for segment causes, else 1
+    r_full = 1{r_attr == 1},             r_fmt = 1{the answer parses}
+
+The paper leaves r_fmt open; here it is the lenient parser's success, the same parser that scores the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trace_jax.config import EnvironmentConfig
+from trace_jax.environments.ads.answer import Pair, parse_exact, parse_lenient
+from trace_jax.environments.base import Reward
+from trace_jax.simulator.vocabulary import SEGMENT_CAUSES
+
+
+def jaccard(predicted: Iterable[Pair], true: Iterable[Pair]) -> float:
+    """Shared pairs over all pairs, in [0, 1]; two empty sets agree fully."""
+    predicted, true = set(predicted), set(true)
+    union = predicted | true
+    return len(predicted & true) / len(union) if union else 1.0
+
+
+def grade(answer: str, cause: str, driver: Iterable[Pair], config: EnvironmentConfig) -> Reward:
+    """Grade an answer text against the hidden label.
+
+    Args:
+        answer: the text of the final turn, any text.
+        cause: true cause; `driver`: true (attribute, value) pairs, used only if the cause is segment-specific.
+
+    Returns:
+        Reward with parts attr, full, format (unweighted, in [0, 1]) and info: cause (predicted or None), slice_jaccard
+        (None unless the cause is right and segment-specific), parsed, exact_parsed, cause_right, full_right.
+    """
+    parsed = parse_lenient(answer)
+    cause_right = parsed is not None and parsed.root_cause == cause
+    overlap = jaccard(parsed.driver_segments, driver) if cause_right and cause in SEGMENT_CAUSES else None
+    attr = (1.0 if overlap is None else 0.5 + 0.5 * overlap) if cause_right else 0.0
+    full = float(attr == 1.0)
+    fmt = float(parsed is not None)
+    return Reward(
+        total=config.reward_attr * attr + config.reward_full * full + config.reward_format * fmt,
+        parts={"attr": attr, "full": full, "format": fmt},
+        info={
+            "cause": parsed.root_cause if parsed else None,
+            "slice_jaccard": overlap,
+            "parsed": parsed is not None,
+            "exact_parsed": parse_exact(answer) is not None,
+            "cause_right": cause_right,
+            "full_right": bool(full),
+        },
+    )

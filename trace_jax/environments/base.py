@@ -1,0 +1,67 @@
+"""What any environment offers to rollout and evaluation: tasks, episodes, observations, rewards.
+
+An environment knows no model and no token: code and answers are text. Whatever implements these protocols trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+STATUSES: tuple[str, ...] = ("ok", "error", "timeout", "tool_failure")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the agent reads after a tool call. A tool call never raises: its failure is an observation."""
+
+    text: str
+    error: bool = False
+    status: str = "ok"  # "ok" | "error" (the agent's mistake) | "timeout" | "tool_failure" (the tool's own fault)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A graded answer: `total` is what the learner sees, `parts` are its unweighted terms, `info` is for metrics."""
+
+    total: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One question. `gold_answer` and `labels` are for grading, probes and metrics; no tool can reach them."""
+
+    index: int
+    system: str
+    user: str
+    gold_answer: str
+    labels: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Episode(Protocol):
+    """One attempt at a task, with its own tool state. Used by one thread at a time."""
+
+    def step(self, action: str, *, final_turn: bool = False) -> Observation:
+        """Run the code of a tool call; `final_turn` adds the nudge to answer now."""
+        ...
+
+    def grade(self, answer: str) -> Reward:
+        """Grade the text of the final answer; never raises on any text."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the episode holds; may be called twice."""
+        ...
+
+
+class Environment(Protocol):
+    """A fixed set of tasks, addressed by position."""
+
+    def __len__(self) -> int: ...
+
+    def task(self, index: int) -> Task: ...
+
+    def open(self, task: Task) -> Episode: ...
