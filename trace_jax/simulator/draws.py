@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -28,56 +30,84 @@ def _poisson_small(u: Array, mean: Array) -> Array:
 
 def _poisson_large(u: Array, mean: Array) -> Array:
     """Third-order Cornish-Fisher expansion of the Poisson quantile; CDF error below 1e-3 for mean >= SMALL_MEAN."""
-    z = jax.scipy.special.ndtri(u)
+    z = jnp.sqrt(2.0) * jax.lax.erf_inv(2.0 * u - 1.0)
     root = jnp.sqrt(mean)
     quantile = mean + root * z + (z * z - 1.0) / 6.0 + (z - z**3) / (72.0 * root)
     # The expansion is that of a continuous variable whose floor after +1/2 is the count.
     return jnp.floor(jnp.maximum(quantile, 0.0) + 0.5)
 
 
-def poisson(key: PRNGKeyArray, mean: Float[Array, ...]) -> Int[Array, ...]:
-    """Poisson counts (int32). Means that are NaN or negative count as 0 and means above 1e9 as 1e9."""
+class Tape:
+    """All random numbers of one episode, drawn at once from one key and handed out in order while tracing.
+
+    One counter-mode draw instead of a hundred small ones keeps the compiled program small (threefry is unrolled at
+    every call site) and its elements are as independent as those of separate keys. `size` is static; running over the
+    end is an error at trace time, never a reused number.
+    """
+
+    def __init__(self, key: PRNGKeyArray, uniforms: int, normals: int):
+        raw = jax.random.uniform(key, (uniforms + normals,), jnp.float32, minval=1e-7, maxval=1.0 - 1e-7)
+        self._uniforms = raw[:uniforms]
+        self._normals = jnp.sqrt(2.0) * jax.lax.erf_inv(2.0 * raw[uniforms:] - 1.0)
+        self._used = [0, 0]
+
+    def _take(self, which: int, shape: tuple[int, ...]) -> Array:
+        pool, start, count = (self._uniforms, self._normals)[which], self._used[which], math.prod(shape)
+        if start + count > pool.size:
+            raise AssertionError(f"tape of {pool.size} numbers is too short: {start + count} wanted")
+        self._used[which] += count
+        return pool[start : start + count].reshape(shape)
+
+    def uniform(self, shape: tuple[int, ...] = ()) -> Float[Array, ...]:
+        """Uniform in (0, 1)."""
+        return self._take(0, shape)
+
+    def normal(self, shape: tuple[int, ...] = ()) -> Float[Array, ...]:
+        """Standard normal."""
+        return self._take(1, shape)
+
+    def between(self, limits: tuple[float, float], shape: tuple[int, ...] = ()) -> Float[Array, ...]:
+        """Uniform in (limits[0], limits[1])."""
+        return limits[0] + (limits[1] - limits[0]) * self.uniform(shape)
+
+    def integer(self, low: int, high: int, shape: tuple[int, ...] = ()) -> Int[Array, ...]:
+        """Uniform integer in [low, high]."""
+        return low + jnp.minimum(jnp.floor(self.uniform(shape) * (high - low + 1)), high - low).astype(jnp.int32)
+
+    def gumbel(self, shape: tuple[int, ...] = ()) -> Float[Array, ...]:
+        """Standard Gumbel; the argmax of log-weights plus these is a categorical draw."""
+        return -jnp.log(-jnp.log(self.uniform(shape)))
+
+    def lognormal(self, cv: Float[Array, ""], shape: tuple[int, ...]) -> Float[Array, ...]:
+        """Multiplicative noise with mean one and coefficient of variation `cv`."""
+        variance = jnp.log1p(cv * cv)
+        return jnp.exp(jnp.sqrt(variance) * self.normal(shape) - variance / 2)
+
+
+def poisson(u: Float[Array, ...], mean: Float[Array, ...]) -> Int[Array, ...]:
+    """Poisson counts (int32) from uniforms. Means that are NaN or negative count as 0, means above 1e9 as 1e9."""
     mean = jnp.clip(jnp.where(jnp.isfinite(mean), mean, jnp.where(mean > 0, MAX_MEAN, 0.0)), 0.0, MAX_MEAN)
-    u = jax.random.uniform(key, mean.shape, jnp.float32, minval=1e-7, maxval=1.0 - 1e-7)
     small = _poisson_small(u, jnp.minimum(mean, SMALL_MEAN))
     large = _poisson_large(u, jnp.maximum(mean, SMALL_MEAN))
     return jnp.where(mean < SMALL_MEAN, small, large).astype(jnp.int32)
 
 
-def gamma(key: PRNGKeyArray, shape: Float[Array, ...], tries: int = 4) -> Float[Array, ...]:
+def gamma(tape: Tape, shape: Float[Array, ...], tries: int = 4) -> Float[Array, ...]:
     """Gamma(shape, 1) by Marsaglia and Tsang's method with a fixed number of tries (no data-dependent loop).
 
-    A try is accepted with probability above 0.95, so after four the proposal is kept unaccepted in fewer than 1e-5
-    of draws. Shapes below one use the boost gamma(a) = gamma(a + 1) * U^(1/a).
+    A try is accepted with probability above 0.95, so after four the first proposal is kept unaccepted in fewer than
+    1e-5 of draws. Shapes below one use the boost gamma(a) = gamma(a + 1) * U^(1/a).
     """
     boost = shape < 1.0
     a = jnp.where(boost, shape + 1.0, shape)
     d = a - 1.0 / 3.0
     c = 1.0 / jnp.sqrt(9.0 * d)
-    normal_key, uniform_key, boost_key = jax.random.split(key, 3)
-    z = jax.random.normal(normal_key, (tries, *shape.shape), jnp.float32)
-    u = jax.random.uniform(uniform_key, (tries, *shape.shape), jnp.float32, minval=1e-7)
+    z, u = tape.normal((tries, *shape.shape)), tape.uniform((tries, *shape.shape))
     v = (1.0 + c * z) ** 3
     safe = jnp.maximum(v, 1e-12)
     ok = (v > 0) & (jnp.log(u) < 0.5 * z * z + d - d * v + d * jnp.log(safe))
-    first = jnp.argmax(ok, axis=0)
-    draw = d * jnp.take_along_axis(safe, first[None], axis=0)[0]
-    lift = jax.random.uniform(boost_key, shape.shape, jnp.float32, minval=1e-7) ** (1.0 / jnp.maximum(shape, 1e-3))
-    return jnp.where(boost, draw * lift, draw)
-
-
-def lognormal(key: PRNGKeyArray, cv: Float[Array, ""], shape: tuple[int, ...]) -> Float[Array, ...]:
-    """Multiplicative noise with mean one and coefficient of variation `cv`."""
-    variance = jnp.log1p(cv * cv)
-    return jnp.exp(jnp.sqrt(variance) * jax.random.normal(key, shape, jnp.float32) - variance / 2)
-
-
-def between(key: PRNGKeyArray, limits: tuple[float, float], shape: tuple[int, ...] = ()) -> Float[Array, ...]:
-    """Uniform in [limits[0], limits[1]]."""
-    low, high = limits
-    return low + (high - low) * jax.random.uniform(key, shape, jnp.float32)
-
-
-def integer_between(key: PRNGKeyArray, limits: tuple[int, int]) -> Int[Array, ""]:
-    """Uniform integer in [limits[0], limits[1]], both ends included."""
-    return jax.random.randint(key, (), limits[0], limits[1] + 1)
+    draw = safe[0]
+    for i in reversed(range(tries)):
+        draw = jnp.where(ok[i], safe[i], draw)
+    lift = tape.uniform(shape.shape) ** (1.0 / jnp.maximum(shape, 1e-3))
+    return jnp.where(boost, d * draw * lift, d * draw)

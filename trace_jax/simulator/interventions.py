@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax.simulator import draws
 from trace_jax.simulator.params import SimulatorParams
@@ -74,22 +73,21 @@ def slice_members(
 
 
 def onset_shape(
-    key: PRNGKeyArray, days: int, gradual: Bool[Array, ""], params: SimulatorParams
+    tape: draws.Tape, days: int, gradual: Bool[Array, ""], params: SimulatorParams
 ) -> tuple[Float[Array, " T"], Int[Array, ""], Int[Array, ""]]:
     """Share of the full effect by day, profile code and first affected day; zero over the whole baseline."""
     half = days // 2
-    profile_key, delay_key, ramp_key = jax.random.split(key, 3)
-    profile = jax.random.randint(profile_key, (), 0, len(PROFILES))
+    profile = tape.integer(0, len(PROFILES) - 1)
     profile = jnp.where(gradual & (profile == 0), PROFILES.index("ramp"), profile)
-    delay = jnp.round(draws.between(delay_key, params.delay) * (days - half)).astype(jnp.int32)
+    delay = jnp.round(tape.between(params.delay) * (days - half)).astype(jnp.int32)
     onset = half + jnp.where(profile == PROFILES.index("delayed"), delay, 0)
     day = jnp.arange(days)
-    length = jnp.where(profile == PROFILES.index("ramp"), draws.between(ramp_key, params.ramp) * (days - half), 1.0)
+    length = jnp.where(profile == PROFILES.index("ramp"), tape.between(params.ramp) * (days - half), 1.0)
     return jnp.clip((day - onset + 1) / length, 0.0, 1.0), profile, onset
 
 
 def draw_intervention(
-    key: PRNGKeyArray,
+    tape: draws.Tape,
     campaign: Campaign,
     cause: Int[Array, ""],
     dimensions: Int[Array, ""],
@@ -97,26 +95,26 @@ def draw_intervention(
     params: SimulatorParams,
 ) -> Intervention:
     """Draw slice, strength and onset for `cause`; `dimensions` (0, 1 or 2) is the number of attributes in the slice."""
-    keys = iter(jax.random.split(key, 6))
     # The slice is read off a random active segment, so it is never empty; big segments are likelier.
-    segment = jax.random.categorical(next(keys), 0.7 * jnp.log(campaign.weights + 1e-20))
+    log_weights = jnp.log(campaign.weights + 1e-20)
+    segment = jnp.argmax(0.7 * log_weights + tape.gumbel(log_weights.shape))
     allowed = jnp.asarray(_ALLOWED)[cause]
-    gumbel = jax.random.gumbel(next(keys), (2, len(DRIVER_ATTRIBUTES)), jnp.float32)
+    gumbel = tape.gumbel((2, len(DRIVER_ATTRIBUTES)))
     first = jnp.argmax(jnp.where(allowed, gumbel[0], -jnp.inf))
     second = jnp.argmax(jnp.where(jnp.arange(len(DRIVER_ATTRIBUTES)) != first, gumbel[1], -jnp.inf))
     attributes = jnp.asarray(_DRIVER_CODES)[jnp.stack([first, second])]
     attributes = jnp.where(jnp.arange(2) < dimensions, attributes, -1)
     values = campaign.segment_values[segment][jnp.maximum(attributes, 0)]
     # Broadening floods the prospecting audience; narrowing concentrates on one of the others.
-    other = 1 + jax.random.randint(next(keys), (), 0, len(ATTRIBUTES["audience"]) - 1)
+    other = tape.integer(1, len(ATTRIBUTES["audience"]) - 1)
     values = values.at[0].set(
         jnp.where(cause == _BROADENING, _PROSPECTING, jnp.where(cause == _NARROWING, other, values[0]))
     )
     values = jnp.where(attributes >= 0, values, -1)
     inside = slice_members(campaign.segment_values, attributes, values) & campaign.segment_mask
 
-    shape, profile, onset = onset_shape(next(keys), days, jnp.asarray(_GRADUAL)[cause], params)
-    strength = jax.random.uniform(next(keys))
+    shape, profile, onset = onset_shape(tape, days, jnp.asarray(_GRADUAL)[cause], params)
+    strength = tape.uniform()
     low, high = jnp.moveaxis(jnp.asarray(_EFFECTS)[cause], -1, 0)
     volume, ctr, cvr, cpc, tilt, stock = low + strength * (high - low)
 

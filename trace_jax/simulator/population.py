@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax.simulator import draws
 from trace_jax.simulator.params import SimulatorParams
@@ -108,37 +108,33 @@ class Campaign:
     budget: Float[Array, ""]  # account currency a day
 
 
-def draw_campaign(key: PRNGKeyArray, segments: int, params: SimulatorParams) -> Campaign:
+def draw_campaign(tape: draws.Tape, segments: int, params: SimulatorParams) -> Campaign:
     """Draw a campaign with up to `segments` active segments (the driver attributes of two segments always differ)."""
-    keys = iter(jax.random.split(key, 12))
-    vertical = jax.random.randint(next(keys), (), 0, len(VERTICALS))
-    strategy = jax.random.randint(next(keys), (), 0, len(STRATEGIES))
+    vertical = tape.integer(0, len(VERTICALS) - 1)
+    strategy = tape.integer(0, len(STRATEGIES) - 1)
 
     # Active driver combinations: a weighted draw without replacement (Gumbel top-k).
     popularity = jnp.asarray(_LOG_POPULARITY) + jnp.asarray(_LOG_STRATEGY)[strategy]
     combinations = jnp.asarray(_COMBINATIONS)
     score = popularity[_DRIVER_CODES[None, :], combinations].sum(-1)
-    gumbel = jax.random.gumbel(next(keys), score.shape, jnp.float32)
-    _, chosen = jax.lax.top_k(0.7 * score + gumbel, segments)
+    _, chosen = jax.lax.top_k(0.7 * score + tape.gumbel(score.shape), segments)
     drivers = combinations[chosen]
 
-    others = jax.random.categorical(next(keys), popularity[:, None, :], axis=-1, shape=(_A, segments))
-    values = others.T.at[:, _DRIVER_CODES].set(drivers).astype(jnp.int32)
-    active = draws.integer_between(next(keys), params.segments_active)
-    mask = jnp.arange(segments) < active
+    others = jnp.argmax(popularity + tape.gumbel((segments, *popularity.shape)), axis=-1)
+    values = others.at[:, _DRIVER_CODES].set(drivers).astype(jnp.int32)
+    mask = jnp.arange(segments) < tape.integer(*params.segments_active)
 
     log_weight = popularity[_DRIVER_CODES[None, :], drivers].sum(-1)
-    noise = jax.random.normal(next(keys), (segments,), jnp.float32)
-    log_weight = 0.6 * log_weight + params.segment_weight_log_sd * noise
+    log_weight = 0.6 * log_weight + params.segment_weight_log_sd * tape.normal((segments,))
     weights = jax.nn.softmax(jnp.where(mask, log_weight, -jnp.inf))
 
-    quality = params.quality_log_sd * jax.random.normal(next(keys), (3,), jnp.float32)
-    noise = params.segment_rate_log_sd * jax.random.normal(next(keys), (segments, 3), jnp.float32)
+    quality = params.quality_log_sd * tape.normal((3,))
+    noise = params.segment_rate_log_sd * tape.normal((segments, 3))
     effects = jnp.asarray(_LOG_RATES)[jnp.arange(_A)[None, :], values].sum(1)
     rates = jnp.asarray(_VERTICAL_RATES)[vertical] * jnp.exp(effects + quality + noise)
     rates = jnp.minimum(rates, jnp.array([0.5, 0.9, 1e3]))
 
-    log_volume = params.impressions_log_mean + params.impressions_log_sd * jax.random.normal(next(keys))
+    log_volume = params.impressions_log_mean + params.impressions_log_sd * tape.normal()
     volume = jnp.exp(jnp.clip(log_volume, *params.impressions_log_clip))
     spend = volume * (weights * rates[:, 0] * rates[:, 2]).sum()
     return Campaign(
@@ -149,7 +145,7 @@ def draw_campaign(key: PRNGKeyArray, segments: int, params: SimulatorParams) -> 
         volume=volume,
         weights=weights,
         rates=rates,
-        concentration=draws.between(next(keys), params.concentration),
-        order_value=draws.between(next(keys), params.order_value),
-        budget=spend * draws.between(next(keys), params.budget_headroom),
+        concentration=tape.between(params.concentration),
+        order_value=tape.between(params.order_value),
+        budget=spend * tape.between(params.budget_headroom),
     )

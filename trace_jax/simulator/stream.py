@@ -20,6 +20,8 @@ from trace_jax.simulator.vocabulary import CAUSE_INDEX, CAUSES, SEGMENT_CAUSES
 Stratum = tuple[str, int]  # cause name, number of attributes in the driver slice
 Composition = dict[Stratum, int]
 
+BLOCK = 64  # episodes computed together; batches are multiples of it
+
 # Episodes by type in the paper's test set of 235 (arXiv 2609.10315).
 PAPER_TYPES = {"campaign": 30, "mix": 21, "segment_1d": 115, "segment_2d": 49, "no_signal": 20}
 
@@ -68,14 +70,19 @@ def simulate(
     segments: int,
     siblings: int,
 ) -> tuple[EpisodeBatch, Verdict]:
-    """Simulate and verify the proposals `indices` of a stream; row i depends on (key, stratum i, index i) alone."""
+    """Simulate and verify the proposals `indices` of a stream; row i depends on (key, stratum i, index i) alone. E is a
+    multiple of BLOCK."""
 
     def one(index, cause, dims):
         own = jax.random.fold_in(jax.random.fold_in(key, cause * 4 + dims), index)
         episode = simulate_one(own, index, cause, dims, days=days, segments=segments, siblings=siblings, params=params)
         return episode, verify_one(episode, oracle)
 
-    return jax.vmap(one)(indices, causes, dimensions)
+    # Blocks of one fixed shape: vectorised code rounds differently at different widths, and an episode must be the
+    # same bits whatever batch it is asked for in.
+    blocks = jax.tree.map(lambda x: x.reshape(-1, BLOCK), (indices, causes, dimensions))
+    out = jax.lax.map(lambda block: jax.vmap(one)(*block), blocks)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
 
 def propose(
@@ -91,12 +98,12 @@ def propose(
     """Proposals of one stratum with host arrays. `indices` may have any length; padded to the compiled batch."""
     params, oracle = params or SimulatorParams(), oracle or OracleParams()
     key = stream_key(seed, split)
-    parts = []
-    for start in range(0, len(indices), config.batch):
-        part = np.asarray(indices[start : start + config.batch], np.int32)
-        padded = np.resize(part, config.batch)
-        code = np.full(config.batch, CAUSE_INDEX[cause], np.int32)
-        dims = np.full(config.batch, dimensions, np.int32)
+    parts, size = [], -(-config.batch // BLOCK) * BLOCK
+    for start in range(0, len(indices), size):
+        part = np.asarray(indices[start : start + size], np.int32)
+        padded = np.resize(part, size)
+        code = np.full(size, CAUSE_INDEX[cause], np.int32)
+        dims = np.full(size, dimensions, np.int32)
         out = simulate(
             key, jnp.asarray(padded), jnp.asarray(code), jnp.asarray(dims), params, oracle,
             days=config.days, segments=config.segments, siblings=config.siblings,
