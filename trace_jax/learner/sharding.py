@@ -1,0 +1,110 @@
+"""The device mesh, and the one table that maps logical axes of arrays to its axes.
+
+Everything is placed through the mesh even when it is one device, so that a laptop runs the program a pod runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trace_jax.config import ConfigError, MeshConfig
+
+MESH_AXES = ("data", "fsdp", "tensor", "expert")
+
+# Logical axis of a parameter -> mesh axis (None: every device has all of it). Rows of a batch go over data and fsdp.
+RULES: Mapping[str, str | None] = {
+    "layers": None,
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "experts": "expert",
+}
+BATCH_SPEC = PartitionSpec(("data", "fsdp"), None)  # [rows, time]
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Mesh `data x fsdp x tensor x expert` over all devices (or the given ones).
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    fixed = config.fsdp * config.tensor * config.expert
+    data = len(devices) // fixed if config.data == -1 else config.data
+    if data < 1 or data * fixed != len(devices):
+        raise ConfigError(
+            f"mesh data x fsdp x tensor x expert = {config.data} x {config.fsdp} x {config.tensor} x {config.expert} "
+            f"does not cover {len(devices)} devices: the product must equal their number (data: -1 takes the rest)"
+        )
+    shape = (data, config.fsdp, config.tensor, config.expert)
+    return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def spec(
+    axes: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Mapping[str, str | None] = RULES
+) -> PartitionSpec:
+    """Partition of one array from its logical axes.
+
+    Raises:
+        ConfigError: an axis without a rule, two axes on one mesh axis, or a length the mesh axis does not divide.
+    """
+    if len(axes) != len(shape):
+        raise ConfigError(f"an array of shape {tuple(shape)} declares {len(axes)} logical axes {tuple(axes)}")
+    if unknown := [a for a in axes if a not in rules]:
+        raise ConfigError(f"logical axis `{unknown[0]}` has no rule: add it to learner.sharding.RULES")
+    entries = [rules[a] for a in axes]
+    used = [e for e in entries if e is not None]
+    if len(set(used)) != len(used):
+        raise ConfigError(f"logical axes {tuple(axes)} map twice to one mesh axis: {tuple(entries)}")
+    for axis, entry, length in zip(axes, entries, shape, strict=True):
+        if entry is not None and length % mesh.shape[entry]:
+            raise ConfigError(
+                f"axis `{axis}` of length {length} does not split over mesh.{entry}={mesh.shape[entry]}: "
+                f"change that size or mesh.{entry}"
+            )
+    return PartitionSpec(*entries)
+
+
+def shardings(arrays: Any, axes: Any, mesh: Mesh) -> Any:
+    """Sharding of every array of a tree; `axes` has the same structure with a tuple of names at each leaf."""
+    return jax.tree.map(lambda a, names: NamedSharding(mesh, spec(names, a.shape, mesh)), arrays, axes)
+
+
+def like_params(state: Any, params: Any, param_shardings: Any, mesh: Mesh) -> Any:
+    """Shardings of an optimizer state: its copies of the parameter tree as the parameters, the rest on every device."""
+    structure = jax.tree.structure(params)
+
+    def is_params(node):
+        return jax.tree.structure(node) == structure
+
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda node: param_shardings if is_params(node) else replicated, state, is_leaf=is_params)
+
+
+def place(tree: Any, target: Any) -> Any:
+    """Copies arrays onto their shardings; the result never shares a buffer with the input, so it may be donated."""
+    return jax.tree.map(lambda a, s: jax.device_put(a, s, may_alias=False), tree, target)
+
+
+def place_batch(batch: Any, mesh: Mesh) -> Any:
+    """Puts the `[rows, time]` arrays of a micro-batch on the mesh, rows split over data and fsdp.
+
+    Raises:
+        ConfigError: the rows do not split evenly.
+    """
+    ways = prod(mesh.shape[a] for a in BATCH_SPEC[0])
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if rows % ways:
+        raise ConfigError(
+            f"microbatch.rows {rows} does not split over mesh data x fsdp = {ways} devices: use a multiple of {ways}"
+        )
+    return jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))

@@ -1,0 +1,236 @@
+"""The optimizer step: token streams in, new parameters out. It knows no task, no model and no algorithm.
+
+Gradients of loss *sums* are accumulated over micro-batches in float32, then divided once by the accumulated denominator,
+clipped by their global norm and applied. Two programs are compiled, `accumulate` and `apply`, whatever the number of
+micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from trace_jax.config import OptimizerConfig
+from trace_jax.learner import metrics as reporting
+from trace_jax.learner import sharding
+from trace_jax.learner.objectives import Objective
+from trace_jax.learner.packing import LearnerBatch
+from trace_jax.policy.transformer import token_logprobs
+
+Params = Any  # any pytree of float arrays
+# (params, batch) -> log-prob of ids[t] given the tokens of its sequence before t (0 on the first token and on padding),
+# and the entropy of the distribution it was drawn from; both [rows, time], float32
+LogprobFn = Callable[[Params, LearnerBatch], tuple[Float[Array, "rows time"], Float[Array, "rows time"]]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything an optimizer step changes.
+
+    Attributes:
+        step: optimizer steps taken; the learning rate is a function of it.
+        params: float32 parameters.
+        opt_state: Adam moments and count.
+    """
+
+    step: Int[Array, ""]
+    params: Params
+    opt_state: Any
+
+
+def transformer_logprobs(graphdef: nnx.GraphDef, temperature: float = 1.0) -> LogprobFn:
+    """`LogprobFn` of a `policy.Transformer` split by `nnx.split(model, nnx.Param)`.
+
+    Args:
+        temperature: the one the trajectories were sampled at, so that both sides mean the same distribution.
+    """
+
+    def logprob_fn(params, batch):
+        model = nnx.merge(graphdef, params)
+        hidden = model(batch.ids, batch.positions, batch.segments)
+        # the hidden state of token t predicts token t + 1: score the next id, then move the result to where that id is
+        scored = token_logprobs(model, hidden, jnp.roll(batch.ids, -1, axis=1), temperature)
+        logprob, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in scored)
+        before = jnp.pad(batch.segments[:, :-1], ((0, 0), (1, 0)))
+        inside = (batch.segments > 0) & (batch.segments == before)
+        return jnp.where(inside, logprob, 0.0), jnp.where(inside, entropy, 0.0)
+
+    return logprob_fn
+
+
+def learning_rate(config: OptimizerConfig, total_steps: int) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
+    """Linear warm-up (step 0 already moves), then constant, or a cosine down to `final_fraction` at `total_steps`."""
+
+    def schedule(step):
+        warm = jnp.minimum(1.0, (step + 1.0) / max(config.warmup_steps, 1))
+        if config.schedule == "constant":
+            return config.learning_rate * warm
+        progress = jnp.clip((step - config.warmup_steps) / max(total_steps - config.warmup_steps, 1), 0.0, 1.0)
+        cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+        return config.learning_rate * warm * (config.final_fraction + (1.0 - config.final_fraction) * cosine)
+
+    return schedule
+
+
+def adamw(config: OptimizerConfig, decay: Any) -> optax.GradientTransformation:
+    """AdamW (arXiv 1711.05101) before the learning rate; `decay` is a tree of bools: what weight decay applies to."""
+    return optax.chain(
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        optax.add_decayed_weights(config.weight_decay, mask=decay),
+    )
+
+
+class Learner:
+    """Compiled train step for one objective on one mesh.
+
+        learner = Learner(logprob_fn, objective, config.optimizer, total_steps, mesh, axes)
+        state = learner.init(params)
+        state, metrics = learner.step(state, pack(sequences, row_length, rows))
+
+    All micro-batches must have one shape. `step` consumes the state it is given (its buffers are donated): hand the
+    sampler the parameters of the *returned* state, and copy parameters that must survive (a reference policy).
+    """
+
+    def __init__(
+        self,
+        logprob_fn: LogprobFn,
+        objective: Objective,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        mesh: Mesh,
+        axes: Any,
+    ):
+        """
+        Args:
+            total_steps: length of the schedule, optimizer steps.
+            axes: tree of the parameters with the tuple of logical axis names of each (`policy.transformer.logical_axes`).
+        """
+        self.mesh = mesh
+        self.axes = axes
+        self._logprob_fn = logprob_fn
+        self._objective = objective
+        self._config = optimizer
+        self._schedule = learning_rate(optimizer, total_steps)
+        # weight decay acts on matrices, not on gains: a gain has one axis besides the stacked layers
+        self._transform = adamw(
+            optimizer,
+            lambda params: jax.tree.map(lambda _, names: len([n for n in names if n != "layers"]) > 1, params, axes),
+        )
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._score = jax.jit(lambda params, batch: logprob_fn(params, batch)[0])
+        self._programs: tuple[Any, Any, Any] | None = None
+
+    def init(self, params: Params) -> TrainState:
+        """Fresh state on the mesh; the given parameters are copied and stay usable."""
+        params = sharding.place(params, sharding.shardings(params, self.axes, self.mesh))
+        shapes = self.state_like(params)
+        opt_state = jax.jit(self._transform.init, out_shardings=jax.tree.map(lambda s: s.sharding, shapes.opt_state))
+        return TrainState(
+            step=jax.device_put(jnp.zeros((), jnp.int32), self._replicated), params=params, opt_state=opt_state(params)
+        )
+
+    def state_like(self, params: Params) -> TrainState:
+        """Shapes, types and shardings of the state, for restoring a checkpoint without making one first."""
+        param_shardings = sharding.shardings(params, self.axes, self.mesh)
+        opt_state = jax.eval_shape(self._transform.init, params)
+        opt_shardings = sharding.like_params(opt_state, params, param_shardings, self.mesh)
+
+        def shape(a, s):
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+
+        return TrainState(
+            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated),
+            params=jax.tree.map(shape, params, param_shardings),
+            opt_state=jax.tree.map(shape, opt_state, opt_shardings),
+        )
+
+    def step(self, state: TrainState, batches: Sequence[LearnerBatch]) -> tuple[TrainState, dict[str, float]]:
+        """One optimizer step over all micro-batches together.
+
+        Returns:
+            The new state and the metrics of `metrics.finish`, plus `grad_norm` (before clipping), `learning_rate` and
+            `skipped` (1 when nothing was trained on or the gradient was not finite: parameters and moments stay).
+
+        Raises:
+            ValueError: no micro-batch.
+            ConfigError: the rows do not split over the mesh.
+        """
+        if not batches:
+            raise ValueError("an optimizer step needs at least one micro-batch")
+        placed = sharding.place_batch(batches[0], self.mesh)
+        zeros, accumulate, apply = self._programs or self._compile(state, placed)
+        total = zeros()
+        for i, batch in enumerate(batches):
+            total = accumulate(state.params, total, placed if i == 0 else sharding.place_batch(batch, self.mesh))
+        state, (report, loss, denominator, rest) = apply(state, total)
+        report, loss, denominator, rest = jax.device_get((report, loss, denominator, rest))
+        numbers = reporting.finish({k: float(v) for k, v in report.items()}, float(loss), float(denominator))
+        return state, numbers | {k: float(v) for k, v in rest.items()}
+
+    def logprobs(self, params: Params, batches: Sequence[LearnerBatch]) -> list[Float[np.ndarray, "rows time"]]:
+        """Log-probs of every token of every micro-batch under some parameters; `packing.unpack` undoes the packing."""
+        return [np.asarray(self._score(params, sharding.place_batch(b, self.mesh))) for b in batches]
+
+    def compilations(self) -> int:
+        """How many programs the train step has compiled so far (3 once it ran, whatever was fed)."""
+        return sum(p._cache_size() for p in self._programs or ())
+
+    def _compile(self, state: TrainState, batch: LearnerBatch):
+        def gradient(params, batch):
+            def loss(params):
+                total, denominator, sums = self._objective(*self._logprob_fn(params, batch), batch)
+                return total, (denominator, sums)
+
+            (total, (denominator, sums)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            return {"grads": grads, "loss": total, "denominator": denominator, "sums": sums}
+
+        def accumulate(params, total, batch):
+            new = gradient(params, batch)
+            return {
+                "grads": jax.tree.map(jnp.add, total["grads"], new["grads"]),
+                "loss": total["loss"] + new["loss"],
+                "denominator": total["denominator"] + new["denominator"],
+                "sums": reporting.combine(total["sums"], new["sums"]),
+            }
+
+        def apply(state, total):
+            denominator = total["denominator"]
+            grads = jax.tree.map(lambda g: g / jnp.where(denominator > 0, denominator, 1.0), total["grads"])
+            norm = optax.global_norm(grads)
+            grads = jax.tree.map(
+                lambda g: g * jnp.minimum(1.0, self._config.clip_norm / jnp.maximum(norm, 1e-30)), grads
+            )
+            updates, opt_state = self._transform.update(grads, state.opt_state, state.params)
+            rate = self._schedule(state.step)
+            params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+            good = (denominator > 0) & jnp.isfinite(norm)
+
+            def keep(new, old):
+                return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+
+            new = TrainState(state.step + 1, keep(params, state.params), keep(opt_state, state.opt_state))
+            rest = {"grad_norm": norm, "learning_rate": rate, "skipped": 1.0 - good}
+            return new, (total["sums"], total["loss"], denominator, rest)
+
+        shapes = jax.eval_shape(gradient, state.params, batch)
+        state_shardings = jax.tree.map(lambda a: a.sharding, state)
+        total_shardings = jax.tree.map(lambda _: self._replicated, shapes)
+        total_shardings["grads"] = state_shardings.params
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes), out_shardings=total_shardings
+        )
+        accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=total_shardings)
+        apply = jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings, self._replicated))
+        self._programs = (zeros, accumulate, apply)
+        return self._programs
