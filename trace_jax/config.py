@@ -140,6 +140,7 @@ class GRPOConfig:
     clip_high: float = 0.28
     aggregation: str = "token_mean"  # "token_mean" | "seq_mean_token_mean" | "seq_mean_token_sum" | "seq_sum_constant"
     aggregation_constant: float = 512.0  # divisor of "seq_sum_constant" (Dr.GRPO)
+    mask_truncated: bool = False  # trajectories cut off by a limit give no gradient (overlong filter)
     kl_coefficient: float = 0.0  # k3 to the policy at the start of the stage
     entropy_coefficient: float = 0.0
     no_signal_share: float = 0.0  # extra share of no-signal prompts on top of the split's own composition
