@@ -1,0 +1,108 @@
+"""System and user prompts of the advertising task, in a compact and a full wording.
+
+The user prompt describes the observed change of one campaign, computed from its visible totals by one recipe whatever
+the cause. Baseline and second half have equal length, so totals compare directly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trace_jax.config import ConfigError
+from trace_jax.simulator.vocabulary import ATTRIBUTES, CAUSES
+from trace_jax.warehouse.materialize import advertiser_name, campaign_name, day
+from trace_jax.warehouse.schema import COLUMNS, VISIBLE_TABLES
+from trace_jax.warehouse.splits import EpisodeRecord
+
+STYLES = ("compact", "full")
+NUDGE = {
+    "compact": "Answer now.",
+    "full": "This was your last tool call. Give the final answer now, as the JSON object described above.",
+}
+
+_SIGNATURES = {
+    "BID_INCREASE": "CPC up, CTR mildly down, whole campaign",
+    "BUDGET_CAP": "impressions, clicks and orders down, rates flat; look at budget_log",
+    "PAGE_DEGRADATION": "CVR down, CTR flat, orders down, stock normal",
+    "OUT_OF_STOCK": "in-stock share down, CVR down, orders down; look at inventory",
+    "PLACEMENT_SHIFT": "one placement's share of impressions up, rates inside placements flat",
+    "TARGETING_BROADENING": "impressions up, CTR and CVR down through the mix of audiences",
+    "TARGETING_NARROWING": "impressions down, CTR and CVR up through the mix of audiences",
+    "CREATIVE_FATIGUE": "CTR down gradually inside one slice; impressions and CVR flat",
+    "COMPETITIVE_PRESSURE": "CPC up and CTR down inside one slice",
+    "AD_QUALITY_DROP": "impressions down, CPC up and CTR down inside one slice",
+    "AUDIENCE_SATURATION": "CTR down gradually and CVR mildly down inside one slice",
+    "NO_SIGNAL": "every change is within noise; weekday cycle, trend and promotions are always there",
+}
+
+
+def check_style(style: str) -> str:
+    """The style itself; ConfigError if there is no such style."""
+    if style not in STYLES:
+        raise ConfigError(f"environment.prompt: {style!r} is not a prompt style; use one of {', '.join(STYLES)}")
+    return style
+
+
+def system_prompt(style: str) -> str:
+    """The instructions, the same for every episode. ConfigError on an unknown style."""
+    return _COMPACT_SYSTEM if check_style(style) == "compact" else _full_system()
+
+
+def user_prompt(record: EpisodeRecord, style: str) -> str:
+    """The question about one campaign. ConfigError on an unknown style."""
+    batch, i = record.batch, record.position
+    days = batch.impressions.shape[1]
+    half = days // 2
+    name, start, middle = campaign_name(batch.campaign_id[i]), day(batch, i, 0), day(batch, i, half)
+    mask = batch.segment_mask[i]
+    change = {}
+    for metric in ("impressions", "clicks", "orders", "spend"):
+        series = np.asarray(getattr(batch, metric)[i][:, mask], np.float64).sum(1)
+        change[metric] = _percent(series[:half].sum(), series[half:].sum())
+    if check_style(style) == "compact":
+        described = ", ".join(f"{metric} {text}" for metric, text in change.items())
+        return f"campaign {name} from {start}, second half from {middle}: {described}. Why?"
+    described = "; ".join(f"{metric} {text}" for metric, text in change.items())
+    end = day(batch, i, days - 1)
+    return (
+        f"Campaign {name}, advertiser {advertiser_name(batch.advertiser_id[i])}. Days {start} to {end}; the baseline is "
+        f"the first half, the period in question starts on {middle}. Totals of the second half against the first: {described}. "
+        "What caused the change?"
+    )
+
+
+def _percent(before: float, after: float) -> str:
+    return f"{100 * (after / before - 1):+.0f}%" if before > 0 else "n/a"
+
+
+_COMPACT_SYSTEM = "Find why the metric moved. Query, then answer."
+
+
+def _full_system() -> str:
+    causes = "\n".join(f"- {cause.name} ({cause.level}): {_SIGNATURES[cause.name]}" for cause in CAUSES)
+    tables = "\n".join(f"- {table}({', '.join(COLUMNS[table])})" for table in VISIBLE_TABLES)
+    values = "\n".join(f"- {name}: {', '.join(options)}" for name, options in ATTRIBUTES.items())
+    return f"""You investigate why the results of one advertising campaign changed. At most one cause acted, in the second
+half of the days; often nothing did. Use the Python tool, then give the final answer.
+
+Causes (level): signature in the second half against the first
+{causes}
+
+Tool: Python with state kept between calls. `sql(query)` runs one read-only DuckDB query and returns a list of dicts;
+the value of the last expression and printed text come back to you.
+
+Tables
+{tables}
+segment_daily holds the campaign in question only, one row a day and combination of the eight attributes;
+daily_campaign, budget_log and inventory have one row a campaign and day and also hold sibling campaigns of the same
+advertiser. Aggregate segment_daily before you join it with them. Compute rates as ratios of sums, for example CTR is
+sum(clicks) / nullif(sum(impressions), 0); CVR is orders over clicks, CPC spend over clicks. Values are upper case.
+
+Attributes
+{values}
+
+Final answer: one JSON object and nothing else,
+{{"decision": {{"root_cause": CAUSE, "driver_segments": [{{"dimension": ATTRIBUTE, "value": VALUE}}]}},
+"evidence": [...], "explanation": "..."}}
+Leave driver_segments out unless the cause is a segment-level one. A driver slice fixes one attribute, or two at once
+if only their intersection changed."""
