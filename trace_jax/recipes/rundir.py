@@ -135,8 +135,11 @@ class RunDirectory:
         """Drops the records that a resumed run will write again: everything from the first record of `stage` whose
         step is above `step`. A last line cut short by a crash goes too."""
         path = self.path / "metrics.jsonl"
-        if not path.exists() or not path.is_file():
+        if not path.is_file():
             return
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         kept: list[str] = []
         for line in path.read_text(encoding="utf-8").splitlines():
             try:

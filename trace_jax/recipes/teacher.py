@@ -1,0 +1,207 @@
+"""The SFT set: transcripts of the scripted analyst whose answer is right (rejection sampling).
+
+Episodes come in chunks of the paper's composition, each chunk from its own stream, disjoint from all splits. A chunk is a
+function of (configuration, chunk number); finished chunks are kept in `data/teacher/` of the run directory, so a resumed
+run goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trace_jax.config import ConfigError, RunConfig
+from trace_jax.environments.ads import analyst
+from trace_jax.environments.ads.environment import AdsEnvironment
+from trace_jax.policy.chat import NanoChat
+from trace_jax.recipes import schedule
+from trace_jax.recipes.interrupt import Interrupt, ignore_in_worker
+from trace_jax.recipes.progress import Progress
+from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.simulator.stream import accepted_episodes, paper_composition
+from trace_jax.warehouse.splits import EpisodeSet
+
+CHUNK = 512  # episodes of a chunk
+TASK = 16  # episodes that a worker handles at a time
+TOO_LONG = 0.01  # share of transcripts that may exceed the rollout limits; they are left out
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One kept transcript. `steps` are (code, observation) pairs, `type` and `cause` the episode's labels."""
+
+    system: str
+    user: str
+    steps: tuple[tuple[str, str], ...]
+    answer: str
+    type: str
+    cause: str
+
+    def messages(self) -> list[str]:
+        """All texts in order, what the tokenizer is trained on."""
+        return [self.system, self.user, *itertools.chain(*self.steps), self.answer]
+
+
+def _investigate(config: RunConfig, chunk: int, start: int, episodes: EpisodeSet) -> list[Lesson | str]:
+    """The analyst on a slice of a chunk; for a wrong answer the episode's type only."""
+    environment = AdsEnvironment(episodes, config.environment)
+    outcome: list[Lesson | str] = []
+    for i in range(len(episodes)):
+        task = environment.task(i)
+        episode = environment.open(task)
+        try:
+            rng = schedule.stream(config.data.seed, "teacher", chunk, start + i)
+            transcript = analyst.investigate(episode, task, rng, config.environment.prompt)
+            right = bool(episode.grade(transcript.answer).info["full_right"])
+        finally:
+            episode.close()
+        steps = tuple((code, observation) for code, observation in transcript.steps)
+        kind, cause = task.labels["type"], task.labels["cause"]
+        outcome.append(Lesson(task.system, task.user, steps, transcript.answer, kind, cause) if right else kind)
+    return outcome
+
+
+def _chunk(config: RunConfig, chunk: int, size: int, pool: concurrent.futures.Executor | None) -> list[Lesson | str]:
+    name = f"teacher-{chunk}"
+    episodes = EpisodeSet(
+        *accepted_episodes(config.simulator, config.data.seed, name, paper_composition(size)), split=name
+    )
+    starts = range(0, len(episodes), TASK)
+    slices = [episodes.slice(s, min(s + TASK, len(episodes))) for s in starts]
+    if pool is None:
+        parts = [_investigate(config, chunk, s, part) for s, part in zip(starts, slices, strict=True)]
+    else:
+        jobs = [pool.submit(_investigate, config, chunk, s, p) for s, p in zip(starts, slices, strict=True)]
+        parts = [job.result() for job in jobs]
+    return [outcome for part in parts for outcome in part]
+
+
+@contextlib.contextmanager
+def _workers(count: int) -> Iterator[concurrent.futures.Executor | None]:
+    """Processes, not threads: the analyst is Python code. None for one worker."""
+    if count == 1:
+        yield None
+        return
+    # Fork would copy a process that already runs JAX's threads.
+    pool = concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), ignore_in_worker)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def build(run: RunDirectory, progress: Progress, interrupt: Interrupt) -> list[Lesson]:
+    """The kept transcripts, `sft.trajectories` of them, in a fixed order.
+
+    Raises:
+        ConfigError: the analyst is right on hardly any episode at these settings.
+    """
+    config, wanted = run.config, run.config.sft.trajectories
+    folder = run.folder("data/teacher")
+    size = min(CHUNK, wanted + wanted // 4)
+    lessons: list[Lesson] = []
+    with contextlib.ExitStack() as stack:
+        pool, started = None, False
+        bar = stack.enter_context(progress.bar("teacher", wanted))
+        for chunk in itertools.count():
+            path = folder / f"{chunk:05d}.parquet"
+            if not path.exists():
+                if not started:
+                    pool, started = stack.enter_context(_workers(config.sft.teacher_workers)), True
+                with interrupt.abortable():
+                    outcome = _chunk(config, chunk, size, pool)
+                run.truncate("teacher", chunk)
+                run.log("teacher", chunk + 1, _shares(outcome))
+                _write(path, outcome)
+            kept, tried = _read(path)
+            lessons += kept
+            bar.update(min(len(lessons), wanted), kept=len(kept) / sum(tried.values()))
+            if len(lessons) >= wanted:
+                return lessons[:wanted]
+            if chunk >= 4 and len(lessons) < 0.02 * (chunk + 1) * size:
+                raise ConfigError(
+                    f"the analyst answered only {len(lessons)} of {(chunk + 1) * size} episodes rightly: "
+                    "raise simulator.days or environment.tool_characters"
+                )
+            interrupt.check()
+    raise AssertionError("unreachable")
+
+
+def _tried(outcome: Sequence[Lesson | str]) -> Counter:
+    return Counter(o if isinstance(o, str) else o.type for o in outcome)
+
+
+def _shares(outcome: Sequence[Lesson | str]) -> dict[str, float]:
+    """Share of right answers, in all and by episode type."""
+    kept = Counter(o.type for o in outcome if isinstance(o, Lesson))
+    shares = {f"kept_{kind}": kept[kind] / count for kind, count in sorted(_tried(outcome).items())}
+    return {"kept": kept.total() / len(outcome), **shares}
+
+
+def _write(path: Path, outcome: Sequence[Lesson | str]) -> None:
+    rows = [asdict(o) | {"steps": json.dumps(o.steps)} for o in outcome if isinstance(o, Lesson)]
+    schema = pa.schema([(n, pa.string()) for n in ("system", "user", "steps", "answer", "type", "cause")])
+    table = pa.Table.from_pylist(rows, schema=schema.with_metadata({"tried": json.dumps(_tried(outcome))}))
+    partial = path.with_suffix(".partial")
+    pq.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+
+
+def _read(path: Path) -> tuple[list[Lesson], dict[str, int]]:
+    try:
+        table = pq.read_table(path)
+        tried = json.loads(table.schema.metadata[b"tried"])
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
+        raise ConfigError(f"teacher file {path} is damaged: delete it and --resume") from None
+    rows = table.to_pylist()
+    return [Lesson(**row | {"steps": tuple(map(tuple, json.loads(row["steps"])))}) for row in rows], tried
+
+
+@dataclass(frozen=True)
+class EncodedLesson:
+    """Token streams of a transcript, see `NanoChat.encode_transcript`."""
+
+    ids: np.ndarray
+    loss_mask: np.ndarray
+    turn_index: np.ndarray
+
+
+def encode(lessons: Sequence[Lesson], chat: NanoChat, config: RunConfig) -> tuple[list[EncodedLesson], int]:
+    """Token streams of the transcripts that fit the rollout limits, and how many did not.
+
+    Raises:
+        ConfigError: more than `TOO_LONG` of them do not fit: a policy trained on the rest could not finish its answers.
+    """
+    encoded = [EncodedLesson(*chat.encode_transcript(x.system, x.user, x.steps, x.answer)) for x in lessons]
+    limits = config.rollout
+    needs = {
+        "rollout.context": np.array([len(e.ids) for e in encoded]),
+        "rollout.max_turn_tokens": np.array([np.bincount(e.turn_index[e.loss_mask]).max() for e in encoded]),
+        "rollout.max_turns": np.array([e.turn_index.max() + 1 for e in encoded]),
+    }
+    allowed = {
+        "rollout.context": limits.context,
+        "rollout.max_turn_tokens": limits.max_turn_tokens,
+        "rollout.max_turns": limits.max_turns,
+    }
+    fits = np.ones(len(encoded), bool)
+    for name, need in needs.items():
+        over = need > allowed[name]
+        if over.mean() > TOO_LONG:
+            raise ConfigError(
+                f"`{name}` ({allowed[name]}) would cut {over.mean():.0%} of the teacher's transcripts: "
+                f"raise it to {int(need.max())}"
+            )
+        fits &= ~over
+    return [e for e, good in zip(encoded, fits, strict=True) if good], int((~fits).sum())

@@ -1,0 +1,136 @@
+"""What the stages of a run share: tokenizer, policy structure, mesh, environments, engine. Each is made at first use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+from flax import nnx
+
+from trace_jax.config import ConfigError, RunConfig
+from trace_jax.environments.ads.environment import AdsEnvironment
+from trace_jax.learner import sharding
+from trace_jax.learner.checkpoint import CheckpointStore
+from trace_jax.learner.objectives import Objective
+from trace_jax.learner.step import Learner, Params, transformer_logprobs
+from trace_jax.policy.chat import CONTROL, NanoChat
+from trace_jax.policy.tokenizer import SentencePieceTokenizer
+from trace_jax.policy.transformer import Transformer, logical_axes
+from trace_jax.recipes import schedule
+from trace_jax.recipes.interrupt import Interrupt
+from trace_jax.recipes.progress import Progress
+from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.teacher import Lesson
+from trace_jax.rollout.engine import Engine
+from trace_jax.warehouse.splits import load_split
+
+TOKENIZER = "tokenizer.model"
+
+
+@dataclass
+class Workspace:
+    """One run being worked on."""
+
+    run: RunDirectory
+    progress: Progress
+    interrupt: Interrupt
+    _environments: dict[str, AdsEnvironment] = field(default_factory=dict)
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's configuration."""
+        return self.run.config
+
+    # Tokenizer
+
+    def train_tokenizer(self, lessons: list[Lesson]) -> None:
+        """Trains the tokenizer on transcripts unless the run has one."""
+        path = self.run.path / TOKENIZER
+        if path.exists():
+            return
+        texts = [text for lesson in lessons[: self.config.tokenizer.transcripts] for text in lesson.messages()]
+        with self.interrupt.abortable():
+            tokenizer = SentencePieceTokenizer.train(texts, self.config.tokenizer, list(CONTROL))
+        partial = path.with_suffix(".partial")
+        tokenizer.save(partial)
+        partial.replace(path)
+        self.progress.note(f"tokenizer: {tokenizer.vocab_size} pieces")
+
+    @cached_property
+    def chat(self) -> NanoChat:
+        """Turn format over the run's tokenizer; `ConfigError` before the tokenizer was trained."""
+        path = self.run.path / TOKENIZER
+        if not path.exists():
+            raise ConfigError(
+                f"{self.run.path} has no tokenizer yet: run `trace-jax sft --run-dir {self.run.path}` first"
+            )
+        return NanoChat(SentencePieceTokenizer.load(path))
+
+    # Policy
+
+    @cached_property
+    def model(self) -> Transformer:
+        """The policy with its initial parameters, a function of the seed."""
+        key = jax.random.key(schedule.collection_seed(self.config.seed, "policy", 0))
+        return Transformer(self.config.policy, self.chat.tokenizer.vocab_size, rngs=nnx.Rngs(key))
+
+    @cached_property
+    def initial_params(self) -> Params:
+        """Parameters of the untrained policy."""
+        return nnx.state(self.model, nnx.Param)
+
+    @cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The device mesh of the configuration."""
+        return sharding.make_mesh(self.config.mesh)
+
+    def learner(self, objective: Objective, optimizer: Any, total_steps: int, temperature: float) -> Learner:
+        """A learner for the policy; `temperature` is the one its trajectories are sampled at."""
+        graphdef = nnx.graphdef(self.model)
+        logprobs = transformer_logprobs(graphdef, temperature)
+        return Learner(logprobs, objective, optimizer, total_steps, self.mesh, logical_axes(self.model))
+
+    def store(self, stage: str) -> CheckpointStore:
+        """The checkpoints of a stage."""
+        return CheckpointStore(str(self.run.checkpoints(stage)), self.config.keep_checkpoints)
+
+    def trained_params(self, stage: str) -> Params:
+        """Parameters of a stage's newest checkpoint, on the mesh.
+
+        Raises:
+            ConfigError: the stage has no checkpoint, or a damaged one.
+        """
+        store = self.store(stage)
+        step = store.latest()
+        if step is None:
+            raise ConfigError(f"{self.run.path} has no {stage} checkpoint: run `trace-jax {stage}` on it first")
+        axes = logical_axes(self.model)
+        placed = sharding.shardings(self.initial_params, axes, self.mesh)
+        like = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.initial_params, placed
+        )
+        return store.restore(step, {"params": like})[0]["params"]
+
+    def latest_stage(self) -> str:
+        """The most advanced stage that has a checkpoint."""
+        for stage in ("grpo", "sft"):
+            if self.store(stage).latest() is not None:
+                return stage
+        raise ConfigError(f"{self.run.path} has no checkpoint: run `trace-jax sft --run-dir {self.run.path}` first")
+
+    # Rollout
+
+    def environment(self, split: str) -> AdsEnvironment:
+        """The tasks of a split; simulated once and kept under `data/` of the run directory."""
+        if split not in self._environments:
+            with self.interrupt.abortable():
+                episodes = load_split(self.config, split, self.run.folder("data"))
+            self._environments[split] = AdsEnvironment(episodes, self.config.environment)
+        return self._environments[split]
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The sampling engine; give it parameters with `set_params`."""
+        return Engine(self.model, self.config.rollout, self.chat.stop_id)
