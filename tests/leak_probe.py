@@ -30,7 +30,7 @@ def hashed_text(texts: Sequence[str], width: int = 256) -> np.ndarray:
     return np.log1p(out)
 
 
-def number_features(values: Sequence[Sequence[float]]) -> np.ndarray:
+def number_features(values: Sequence[Sequence[float]], moduli: Sequence[int] = (2, 3, 5, 12)) -> np.ndarray:
     """Numbers as they are, as ten quantile bins, and their residues, so that a linear rule can use any of these."""
     columns = np.asarray(values, dtype=np.float64)
     parts = []
@@ -38,7 +38,7 @@ def number_features(values: Sequence[Sequence[float]]) -> np.ndarray:
         edges = np.unique(np.quantile(x, np.linspace(0.1, 0.9, 9)))
         parts += [x[:, None], np.eye(len(edges) + 1)[np.searchsorted(edges, x)]]
         if np.allclose(x, np.round(x)):
-            parts += [np.eye(m)[np.round(x).astype(np.int64) % m] for m in (2, 3, 5, 12)]
+            parts += [np.eye(m)[np.round(x).astype(np.int64) % m] for m in moduli]
     return np.concatenate(parts, axis=1)
 
 
