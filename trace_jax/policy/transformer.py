@@ -3,8 +3,9 @@
 `qk_norm=True` is the Qwen3 dense block (RMSNorm on every query and key head), `qk_norm=False` the Llama block.
 
 Axes: B rows, T tokens, D model width, H query heads, K key/value heads, h head width, V vocabulary, L layers.
-Weights of all layers are stacked on a leading `layers` axis and applied by one `jax.lax.scan`, so compile time does not
-grow with depth. Head axes are stored flattened (H*h), which makes every projection one two-dimensional matmul.
+Weights of all layers are stacked on a leading `layers` axis; training applies them by one `jax.lax.scan`, so compile
+time does not grow with depth, decoding one by one, each to its own cache buffer. Head axes are stored flattened (H*h),
+which makes every projection one two-dimensional matmul.
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ class Transformer(nnx.Module):
                 mean nothing).
         """
         rope = attention.rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
-        mask = attention.packed_mask(segments)
+        bias = attention.packed_bias(segments)
 
         def layer(x, weights):
             q, k, v = self._project(x, weights, rope)
-            x = self._residual_attention(x, attention.packed_attention(q, k, v, mask), weights)
+            x = self._residual_attention(x, attention.packed_attention(q, k, v, bias), weights)
             return self._residual_mlp(x, weights), None
 
         body = jax.checkpoint(layer) if self.cfg.remat else layer
@@ -106,24 +107,21 @@ class Transformer(nnx.Module):
             valid: False for a token that is not there: it writes nothing and its hidden state means nothing.
             cache: donate it to the jitted caller, then the writes happen in place.
             attend: static; queries look at the first `attend` cache positions, so it must exceed every valid position.
+                Nothing is copied when it equals `cache.length` (see `KVCache.resize`).
         """
         rope = attention.rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
         rows = jnp.arange(ids.shape[0])[:, None]
         slots = jnp.where(valid, positions, cache.length)  # out of range: dropped
 
-        def layer(carry, scanned):
-            x, keys, values = carry
-            weights, index = scanned
+        x, keys, values = self._embed(ids), [], []
+        for index, (k_cache, v_cache) in enumerate(zip(cache.k, cache.v, strict=True)):
+            weights = {name: stacked[index] for name, stacked in self._layer_weights().items()}
             q, k, v = self._project(x, weights, rope)
-            keys = keys.at[index, rows, slots].set(k.astype(keys.dtype), mode="drop")
-            values = values.at[index, rows, slots].set(v.astype(values.dtype), mode="drop")
-            attended = attention.cache_attention(q, keys[index, :, :attend], values[index, :, :attend], positions)
-            x = self._residual_attention(x, attended, weights)
-            return (self._residual_mlp(x, weights), keys, values), None
-
-        carry = (self._embed(ids), cache.k, cache.v)
-        (x, keys, values), _ = jax.lax.scan(layer, carry, (self._layer_weights(), jnp.arange(self.cfg.layers)))
-        return rms_norm(x, self.final_norm[...], self.cfg.norm_eps), KVCache(k=keys, v=values)
+            keys.append(k_cache.at[rows, :, :, slots].set(k.astype(k_cache.dtype), mode="drop"))
+            values.append(v_cache.at[rows, :, slots].set(v.astype(v_cache.dtype), mode="drop"))
+            attended = attention.cache_attention(q, keys[-1][..., :attend], values[-1][:, :, :attend], positions)
+            x = self._residual_mlp(self._residual_attention(x, attended, weights), weights)
+        return rms_norm(x, self.final_norm[...], self.cfg.norm_eps), KVCache(k=tuple(keys), v=tuple(values))
 
     def logits(self, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
         """Scores of the next token, float32."""
