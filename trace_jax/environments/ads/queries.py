@@ -1,0 +1,96 @@
+"""The analyst's queries: SQL over the agent-visible tables that compares the two halves of the window.
+
+Every z is a log change over its standard error, which comes from the baseline's own day-to-day residuals
+(quasi-likelihood), so overdispersed days do not look like signals. Rates are ratios of sums, never means of ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trace_jax.simulator.vocabulary import DRIVER_ATTRIBUTES
+
+# Long format (key k, metric m, day, half b): numerator n and denominator e of the series whose change is tested.
+_CHANGE = """
+, h as (select k, m, sum(n) filter (not b) na, sum(n) filter (b) nb, sum(e) filter (not b) ea, sum(e) filter (b) eb
+ from m group by all)
+, r as (select k, m, var_samp(n - e * na / ea) * count(*) v from m join h using (k, m) where not b group by all)
+, z as (select k, m, ln(greatest(nb, .5) * ea / greatest(na, .5) / eb) d, v / na / na + v / na / nb w
+ from h join r using (k, m) where na > 0 and nb > 0 and ea > 0 and eb > 0)
+"""
+_HALF = "ds > (select median(ds) from segment_daily)"
+
+
+def overview() -> str:
+    """Campaign totals: z of volume (against the siblings), CTR, CVR, CPC and in-stock share; one row a metric."""
+    return f"""with c as (select campaign_id from segment_daily limit 1)
+, d as (select ds, {_HALF} b, impressions i, clicks c, orders o, spend s, in_stock t
+ from daily_campaign join inventory using (campaign_id, ds) where campaign_id in (from c))
+, s as (select ds, sum(impressions) u from daily_campaign where campaign_id not in (from c) group by ds)
+, m as (select '' k, ds, b, unnest(['volume', 'ctr', 'cvr', 'cpc', 'stock']) m, unnest([i, c, o, s, t]) n,
+ unnest([u, i, c, c, t / t]) e from d join s using (ds)){_CHANGE}\
+select m, (d / sqrt(w))::int z from z order by array_position(['volume', 'ctr', 'cvr', 'cpc', 'stock'], m)"""
+
+
+def _slices(sets: Sequence[Sequence[str]], where: str = "") -> str:
+    """Daily totals of every slice in `sets` (name k), of the campaign, and the long format of slice against rest."""
+    grouping = ", ".join(f"({', '.join(s)})" for s in sets)
+    names = ", ".join(a for a in DRIVER_ATTRIBUTES if any(a in group for group in sets))
+    return f"""with g as (select {names}, ds, {_HALF} b, sum(impressions) i, sum(clicks) c, sum(orders) o, sum(spend) s
+ from segment_daily{where} group by ds, b, grouping sets ({grouping}))
+, a as (select ds, sum(impressions) i, sum(clicks) c, sum(orders) o, sum(spend) s from segment_daily group by ds)
+, f as (select concat_ws(' ', {names}) k, g.*, a.i ai, a.c ac, a.o ao, a.s az from g join a using (ds))
+"""
+
+
+_RATES = f""", m as (select k, ds, b, unnest(['ctr', 'cvr', 'cpc', 'share', 'xctr', 'xcvr', 'xcpc']) m,
+ unnest([c, o, s, i, ac - c, ao - o, az - s]) n, unnest([i, c, c, ai, ai - i, ac - c, ac - c]) e from f){_CHANGE}\
+, t as (select z.k, z.m, (z.d - coalesce(x.d, 0)) / sqrt(z.w + coalesce(x.w, 0)) z
+ from z left join z x on x.k = z.k and x.m = 'x' || z.m)
+, p as (select k, max(z) filter (m = 'ctr') ctr, max(z) filter (m = 'cvr') cvr, max(z) filter (m = 'cpc') cpc,
+ max(z) filter (m = 'share') share from t group by k)
+select k, ctr::int ctr, cvr::int cvr, cpc::int cpc, share::int share from p join (select k, sum(c) filter (not b) c,
+ sum(ac - c) filter (not b) x from f group by k) using (k) where least(c, x) >= 20"""
+
+
+def single(limit: int = 3, order: str = "ctr") -> str:
+    """One-attribute slices against the rest of the campaign; rows `slice ctr cvr cpc share` (z), worst first."""
+    return f"{_slices([[a] for a in DRIVER_ATTRIBUTES])}{_RATES} {_order(order)} limit {limit}"
+
+
+def pairs(attribute: str, value: str, limit: int = 3) -> str:
+    """Two-attribute slices inside one value, the value itself first among equals; columns as in `single`."""
+    sets = [[attribute]] + [[attribute, other] for other in DRIVER_ATTRIBUTES if other != attribute]
+    inside = f" where {attribute} = '{value}'"
+    return f"{_slices(sets, inside)}{_RATES} {_order('ctr')} limit {limit}"
+
+
+def scan(limit: int = 3) -> str:
+    """All one- and two-attribute slices at once; columns as in `single`."""
+    sets = [[a] for a in DRIVER_ATTRIBUTES]
+    sets += [[a, b] for i, a in enumerate(DRIVER_ATTRIBUTES) for b in DRIVER_ATTRIBUTES[i + 1 :]]
+    return f"{_slices(sets)}{_RATES} {_order('ctr')} limit {limit}"
+
+
+def mix(limit: int = 2) -> str:
+    """Shares of placements and audiences, columns as in `single`, the largest change of share first."""
+    return f"{_slices([['placement'], ['audience']])}{_RATES} {_order('share')} limit {limit}"
+
+
+def _order(column: str) -> str:
+    return "order by p.ctr, k" if column == "ctr" else f"order by abs(p.{column}) desc, k"
+
+
+def budget() -> str:
+    """Spend over budget of the campaign, baseline then second half."""
+    return f"""select round(sum(spend) / sum(budget), 2) from budget_log
+ where campaign_id = (select any_value(campaign_id) from segment_daily) group by {_HALF} order by {_HALF}"""
+
+
+def weekly(metric: str, where: str) -> str:
+    """A rate (percent, or money for CPC) by week, to see whether a change is sudden or gradual."""
+    numerator, denominator = {"ctr": ("100 * sum(clicks)", "impressions"), "cvr": ("100 * sum(orders)", "clicks")}.get(
+        metric, ("sum(spend)", "clicks")
+    )
+    return f"""select round({numerator} / nullif(sum({denominator}), 0), 2) from segment_daily
+ where {where} group by (ds - (select min(ds) from segment_daily)) // 7 order by min(ds)"""
