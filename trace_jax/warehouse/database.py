@@ -23,7 +23,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ import duckdb
 import pyarrow as pa
 
 MAX_ROWS = 20_000  # rows of one result; more is an error that says to aggregate
+MAX_CELLS = 1_000_000  # of one result, see `_cells`
 MAX_SQL_CHARACTERS = 20_000
 MAX_CACHED_CELLS = 200_000  # of one episode's query cache
 MAX_IDLE_INSTANCES = 32  # emptied instances kept for the next episode: connecting costs 13 ms, emptying 1 ms
@@ -59,8 +60,8 @@ class QueryTimeout(QueryError):
 class QueryResult:
     """Rows of plain values: None, bool, int, float, str, date, and lists or dicts of these.
 
-    Column names are unique (a repeated name gets a suffix). NaN and infinities arrive as None, as in a database where a
-    division by zero is NULL: DuckDB computes 1/0 = inf and sorts NaN greatest.
+    Column names are unique (a repeated name gets a suffix). A division by zero is NULL inside the database already, see
+    `_take_instance`; what else is not finite (1e308 * 10, the correlation of a constant) arrives as None.
     """
 
     columns: tuple[str, ...]
@@ -164,6 +165,8 @@ class EpisodeDatabase:
         finally:
             if ticket is not None:
                 _WATCHDOG.done(ticket)
+        if _cells(rows) > MAX_CELLS:
+            return QueryError("the result is too large; aggregate or shorten its lists and texts")
         return QueryResult(_unique(names), tuple(tuple(map(_plain, row)) for row in rows))
 
     def _restart(self) -> None:
@@ -192,7 +195,7 @@ class _Shared:
         return self._cache.get(sql)
 
     def remember(self, sql: str, result: QueryResult | QueryError) -> None:
-        cells = 8 if isinstance(result, QueryError) else 8 + len(result.rows) * len(result.columns)
+        cells = 8 if isinstance(result, QueryError) else 8 + _cells(result.rows)
         with self._lock:
             if self._cells + cells <= MAX_CACHED_CELLS and sql not in self._cache:
                 self._cells += cells
@@ -236,6 +239,10 @@ def _take_instance(memory_limit_mb: int) -> duckdb.DuckDBPyConnection:
             "python_enable_replacements": "false",
         },
     )
+    # 1/0 would be inf, 0/0 NaN, and NaN sorts greatest: `ORDER BY ctr DESC LIMIT 1` would pick an empty segment.
+    connection.execute("SET GLOBAL ieee_floating_point_ops = false")
+    with contextlib.suppress(duckdb.CatalogException):  # before DuckDB 2 the first setting alone gives NULL
+        connection.execute("SET GLOBAL error_on_division_by_zero = false")
     # These two forbid changing what is set above, so they come last.
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
@@ -312,6 +319,10 @@ def _refusal(sql: str) -> str | None:
         return "empty query"
     if len(sql) > MAX_SQL_CHARACTERS:
         return f"the query is longer than {MAX_SQL_CHARACTERS} characters"
+    try:
+        sql.encode()
+    except UnicodeEncodeError:
+        return "the query is not valid Unicode text"
     found = _REFUSED.search(sql)
     return f"{found.group(0)} is not allowed here" if found else None
 
@@ -330,6 +341,19 @@ def _unique(names: list[str]) -> tuple[str, ...]:
         seen[name] = count + 1
         out.append(f"{name}_{count}" if count else name)
     return tuple(out) if len(set(out)) == len(out) else tuple(f"{n}_{i}" for i, n in enumerate(names))
+
+
+def _cells(rows: Sequence[Any]) -> int:
+    """Size of a result: its values, with lists counted by item and long texts by 16 characters."""
+    total = 0
+    for value in rows:
+        if isinstance(value, (list, tuple)):
+            total += _cells(value)
+        elif isinstance(value, dict):
+            total += _cells(list(value.values()))
+        else:
+            total += 1 + (len(value) >> 4 if isinstance(value, (str, bytes)) else 0)
+    return total
 
 
 def _plain(value: Any) -> Any:

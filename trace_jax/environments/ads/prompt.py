@@ -61,13 +61,14 @@ def user_prompt(record: EpisodeRecord, style: str) -> str:
         change[metric] = _percent(series[:half].sum(), series[half:].sum())
     if check_style(style) == "compact":
         described = ", ".join(f"{metric} {text}" for metric, text in change.items())
-        return f"campaign {name} from {start}, second half from {middle}: {described}. Why?"
+        # No ids or dates: segment_daily holds this campaign only and its median date splits the halves.
+        return f"{described}. Why?"
     described = "; ".join(f"{metric} {text}" for metric, text in change.items())
     end = day(batch, i, days - 1)
     return (
-        f"Campaign {name}, advertiser {advertiser_name(batch.advertiser_id[i])}. Days {start} to {end}; the baseline is "
-        f"the first half, the period in question starts on {middle}. Totals of the second half against the first: {described}. "
-        "What caused the change?"
+        f"Campaign {name}, advertiser {advertiser_name(batch.advertiser_id[i])}. Days {start} to {end}; the baseline "
+        f"is the first half, the period in question starts on {middle}. Totals of the second half against the first: "
+        f"{described}. What caused the change?"
     )
 
 
@@ -82,8 +83,8 @@ def _full_system() -> str:
     causes = "\n".join(f"- {cause.name} ({cause.level}): {_SIGNATURES[cause.name]}" for cause in CAUSES)
     tables = "\n".join(f"- {table}({', '.join(COLUMNS[table])})" for table in VISIBLE_TABLES)
     values = "\n".join(f"- {name}: {', '.join(options)}" for name, options in ATTRIBUTES.items())
-    return f"""You investigate why the results of one advertising campaign changed. At most one cause acted, in the second
-half of the days; often nothing did. Use the Python tool, then give the final answer.
+    return f"""You investigate why the results of one advertising campaign changed. At most one cause acted, in the
+second half of the days; often nothing did. Use the Python tool, then give the final answer.
 
 Causes (level): signature in the second half against the first
 {causes}

@@ -1,0 +1,195 @@
+"""Materialised tables: exact figures, order and shape that give nothing away, Parquet and back."""
+
+import datetime
+import json
+
+import jax
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from helpers_episodes import LABELS, fake_batch, fake_set
+
+from trace_jax.config import ConfigError, DataConfig, RunConfig
+from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES, EPISODE_TYPES
+from trace_jax.warehouse import splits
+from trace_jax.warehouse.schema import COLUMNS, GRAIN, HIDDEN_TABLES, VISIBLE_TABLES
+
+
+@pytest.fixture(scope="module")
+def episodes():
+    return fake_set(5)
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+def test_columns_and_row_counts(episodes):
+    for i, record in enumerate(episodes):
+        tables = record.visible()
+        assert tuple(tables) == VISIBLE_TABLES and tuple(record.hidden()) == HIDDEN_TABLES
+        for name, table in (tables | record.hidden()).items():
+            assert table.column_names == list(COLUMNS[name])
+        days, active = 8, int(episodes.batch.segment_mask[i].sum())
+        assert [tables[name].num_rows for name in VISIBLE_TABLES] == [3 * days, active * days, 3 * days, 3 * days]
+
+
+def test_figures_are_the_simulated_ones(episodes):
+    """Every cell against the arrays, found by its keys and not by its position. Segments without impressions stay."""
+    batch, i = episodes.batch, 2
+    rows = episodes[i].visible()["segment_daily"].to_pylist()
+    found = {(row["ds"], *(row[name] for name in ATTRIBUTE_NAMES)): row for row in rows}
+    assert len(found) == len(rows)
+    first = datetime.date(2024, 1, 1) + datetime.timedelta(days=int(batch.start_day[i]))
+    for g in np.flatnonzero(batch.segment_mask[i]):
+        values = [ATTRIBUTES[n][int(v)] for n, v in zip(ATTRIBUTE_NAMES, batch.segment_values[i, g], strict=True)]
+        for t in range(8):
+            row = found.pop((first + datetime.timedelta(days=t), *values))
+            assert [row[k] for k in ("impressions", "clicks", "orders")] == [
+                int(batch.impressions[i, t, g]), int(batch.clicks[i, t, g]), int(batch.orders[i, t, g])
+            ]  # fmt: skip
+            assert row["spend"] == round(float(batch.spend[i, t, g]), 2)
+    assert not found
+
+
+def test_campaign_totals_are_sums_of_segments(episodes):
+    for record in episodes:
+        tables = record.visible()
+        campaign = [r for r in tables["daily_campaign"].to_pylist() if r["campaign_id"] == record.campaign_id]
+        for metric in ("impressions", "clicks", "orders", "spend", "sales"):
+            by_day = {}
+            for row in tables["segment_daily"].select(["ds", metric]).to_pylist():
+                by_day[row["ds"]] = by_day.get(row["ds"], 0) + row[metric]
+            assert [r[metric] for r in campaign] == pytest.approx(list(by_day.values()), abs=1e-6)
+
+
+def test_counts_beyond_float32_stay_exact():
+    """Case 23 of data, warehouse side."""
+    batch, verdict = fake_batch(1)
+    impressions = batch.impressions.copy()
+    impressions[0, 3, 1] = 20_000_001
+    big = splits.EpisodeSet(batch.replace(impressions=impressions), verdict)
+    rows = big[0].visible()["segment_daily"].to_pylist()
+    assert max(r["impressions"] for r in rows) == 20_000_001
+
+
+def test_rows_are_sorted_by_key_whatever_the_order_of_segments(episodes):
+    batch, verdict = fake_batch(5)
+    shuffle = np.random.default_rng(1).permutation(6)
+    fields = ("segment_values", "impressions", "clicks", "orders", "spend", "sales", "segment_mask")
+    mixed = batch.replace(
+        **{f: np.take(getattr(batch, f), shuffle, axis=-2 if f == "segment_values" else -1) for f in fields}
+    )
+    for record, other in zip(episodes, splits.EpisodeSet(mixed, verdict), strict=True):
+        for name, table in record.visible().items():
+            rows = [tuple(row[k] for k in GRAIN[name]) for row in table.to_pylist()]
+            assert rows == sorted(rows)
+            assert table.equals(other.visible()[name])
+
+
+def test_the_label_changes_nothing_visible(episodes):
+    """Swapping every hidden field leaves the visible tables as they are."""
+    batch, verdict = fake_batch(5)
+    other = {
+        f: getattr(batch, f)[::-1]
+        for f in ("cause", "slice_attributes", "slice_values", "strength", "profile", "onset")
+    }
+    for a, b in zip(episodes, splits.EpisodeSet(batch.replace(**other), verdict), strict=True):
+        assert all(a.visible()[name].equals(b.visible()[name]) for name in VISIBLE_TABLES)
+
+
+def test_records_name_the_label(episodes):
+    for record, (cause, driver) in zip(episodes, LABELS, strict=True):
+        assert (record.cause, set(record.driver)) == (cause, set(driver))
+        assert record.type in EPISODE_TYPES
+        truth = record.hidden()["gt_episode"].to_pylist()[0]
+        assert truth["cause"] == cause and truth["dimensions"] == len(driver) and truth["type"] == record.type
+        assert truth["onset"] >= datetime.date(2024, 1, 1) + datetime.timedelta(
+            days=int(episodes.batch.start_day[record.position]) + 4
+        )
+    assert episodes[0].type == "segment_2d" and episodes[3].type == "mix"
+    with pytest.raises(IndexError):
+        episodes[5]
+
+
+def test_take_renumbers(episodes):
+    part = episodes.take([3, 1])
+    assert [r.cause for r in part] == ["PLACEMENT_SHIFT", "NO_SIGNAL"] and [r.index for r in part] == [0, 1]
+    assert len(episodes.slice(1, 4)) == 3
+
+
+def test_data_set_round_trip(tmp_path, episodes):
+    manifest = splits.write(tmp_path / "d", {"test": episodes}, {"seed": 7})
+    restored = splits.read(tmp_path / "d")["test"]
+    assert same((episodes.batch, episodes.verdict), (restored.batch, restored.verdict))
+    assert manifest["settings"] == {"seed": 7} and manifest["splits"]["test"]["episodes"] == 5
+    assert json.loads((tmp_path / "d/manifest.json").read_text()) == manifest
+    visible = tmp_path / "d/test/visible"
+    assert sorted(p.stem for p in visible.iterdir()) == sorted(VISIBLE_TABLES)
+    for table in VISIBLE_TABLES:
+        stored = pq.read_table(visible / f"{table}.parquet")
+        assert stored.num_rows == sum(r.visible()[table].num_rows for r in episodes)
+        assert stored.column_names == list(COLUMNS[table])
+    truth = pq.read_table(tmp_path / "d/test/hidden/gt_episode.parquet").to_pylist()
+    assert [r["campaign_id"] for r in truth] == sorted(r.campaign_id for r in episodes)
+    with pytest.raises(ConfigError, match="already holds"):
+        splits.write(tmp_path / "d", {"test": episodes})
+
+
+@pytest.mark.parametrize("damage", ["alter", "remove", "manifest", "absent", "format"])
+def test_damaged_data_sets_are_one_clear_error(tmp_path, episodes, damage):
+    root = tmp_path / "d"
+    splits.write(root, {"test": episodes.slice(0, 2)})
+    target = root / "test/hidden/episodes.parquet"
+    if damage == "alter":
+        target.write_bytes(target.read_bytes()[:-9])
+    elif damage == "remove":
+        target.unlink()
+    elif damage == "manifest":
+        (root / "manifest.json").write_text("{")
+    elif damage == "absent":
+        root = tmp_path / "nothing"
+    else:
+        (root / "manifest.json").write_text('{"format": 99}')
+    with pytest.raises(ConfigError) as caught:
+        splits.read(root)
+    assert "\n" not in str(caught.value)
+
+
+def test_shared_campaigns_are_refused(tmp_path, episodes):
+    with pytest.raises(ConfigError, match="is in train and in test"):
+        splits.write(tmp_path / "d", {"train": episodes.slice(0, 3), "test": episodes.slice(2, 5)})
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path, episodes, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        splits.write(tmp_path / "d", {"test": episodes})
+    assert not (tmp_path / "d/manifest.json").exists()
+
+
+def test_cache_is_reused_keyed_by_settings_and_mended(tmp_path, episodes, monkeypatch):
+    calls = []
+
+    def simulate(config, seed, split, composition, on_progress=None):
+        calls.append((seed, split, sum(composition.values())))
+        return episodes.batch, episodes.verdict
+
+    monkeypatch.setattr(splits, "accepted_episodes", simulate)
+    config = RunConfig(data=DataConfig(seed=3, test=5))
+    made = splits.load_split(config, "test", tmp_path)
+    again = splits.load_split(config, "test", tmp_path)
+    assert calls == [(3, "test", 5)] and same((made.batch, made.verdict), (again.batch, again.verdict))
+    assert again.split == "test"
+    splits.load_split(RunConfig(data=DataConfig(seed=4, test=5)), "test", tmp_path)
+    assert len(calls) == 2
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"PK not a zip")
+    with pytest.warns(UserWarning, match="damaged"):
+        splits.load_split(config, "test", tmp_path)
+    assert len(calls) == 3 and not list(tmp_path.glob("*.partial"))
+    with pytest.raises(ConfigError, match="split"):
+        splits.load_split(config, "holdout")
