@@ -222,7 +222,7 @@ def test_memory_limit_holds(db):
     with pytest.raises(QueryError, match="(?i)memory"):
         db.query(f"SELECT list(a.clicks) {FROM}", timeout_s=20)
     with pytest.raises(QueryError, match="too large"):
-        db.query("SELECT list(a.clicks) FROM segment_daily a, segment_daily b, segment_daily c, range(20) d")
+        db.query("SELECT list(a.clicks) FROM segment_daily a, segment_daily b, segment_daily c JOIN range(20) ON true")
     assert db.query("SELECT 7").rows == ((7,),)
 
 

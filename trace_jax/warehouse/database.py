@@ -223,10 +223,9 @@ _IDLE_LOCK = threading.Lock()
 def _take_instance(memory_limit_mb: int) -> duckdb.DuckDBPyConnection:
     """An empty instance: an idle one, or a new one."""
     with _IDLE_LOCK:
-        for i, (limit, connection) in enumerate(_IDLE):
-            if limit == memory_limit_mb:
-                del _IDLE[i]
-                return connection
+        for i in reversed(range(len(_IDLE))):
+            if _IDLE[i][0] == memory_limit_mb:
+                return _IDLE.pop(i)[1]
     connection = duckdb.connect(
         ":memory:",
         config={
@@ -323,6 +322,8 @@ def _refusal(sql: str) -> str | None:
         sql.encode()
     except UnicodeEncodeError:
         return "the query is not valid Unicode text"
+    if "\0" in sql:  # DuckDB would stop reading here without a word
+        return "the query holds a NUL character"
     found = _REFUSED.search(sql)
     return f"{found.group(0)} is not allowed here" if found else None
 
