@@ -15,8 +15,8 @@ _CHANGE = """
 , h as (select k, m, sum(n) filter (not b) na, sum(n) filter (b) nb, sum(e) filter (not b) ea, sum(e) filter (b) eb
  from m group by all)
 , r as (select k, m, var_samp(n - e * na / ea) * count(*) v from m join h using (k, m) where not b group by all)
-, z as (select k, m, ln(greatest(nb, .5) * ea / greatest(na, .5) / eb) d, v / na / na + v / na / nb w
- from h join r using (k, m) where na > 0 and nb > 0 and ea > 0 and eb > 0)
+, z as (select k, m, ln(nb * ea / na / eb) d, v / na / na + v / na / nb w
+ from h join r using (k, m) where least(na, nb, ea, eb) > 0)
 """
 _HALF = "ds > (select median(ds) from segment_daily)"
 
@@ -43,10 +43,9 @@ def _slices(sets: Sequence[Sequence[str]], where: str = "") -> str:
 """
 
 
-_RATES = f""", m as (select k, ds, b, unnest(['ctr', 'cvr', 'cpc', 'share', 'xctr', 'xcvr', 'xcpc']) m,
- unnest([c, o, s, i, ac - c, ao - o, az - s]) n, unnest([i, c, c, ai, ai - i, ac - c, ac - c]) e from f){_CHANGE}\
-, t as (select z.k, z.m, (z.d - coalesce(x.d, 0)) / sqrt(z.w + coalesce(x.w, 0)) z
- from z left join z x on x.k = z.k and x.m = 'x' || z.m)
+_RATES = f""", m as (select k, ds, b, unnest(['ctr', 'cvr', 'cpc', 'share', 'xctr', 'xcvr', 'xcpc', 'xshare']) m,
+ unnest([c, o, s, i, ac - c, ao - o, az - s, ai]) n, unnest([i, c, c, ai, ai - i, ac - c, ac - c, ai]) e from f){_CHANGE}\
+, t as (select z.k, z.m, (z.d - x.d) / sqrt(z.w + x.w) z from z join z x on x.k = z.k and x.m = 'x' || z.m)
 , p as (select k, max(z) filter (m = 'ctr') ctr, max(z) filter (m = 'cvr') cvr, max(z) filter (m = 'cpc') cpc,
  max(z) filter (m = 'share') share from t group by k)
 select k, ctr::int ctr, cvr::int cvr, cpc::int cpc, share::int share from p join (select k, sum(c) filter (not b) c,
