@@ -1,0 +1,35 @@
+"""Benchmarks: what each stage achieves as a share of what the machine could do at that moment."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from trace_jax.config import ConfigError, RunConfig
+
+KINDS = ("sim", "tools", "rollout", "learner")
+
+
+def run(kind: str, config: RunConfig, *, repeats: int = 5) -> dict[str, Any]:
+    """Run one benchmark at the sizes of `config`.
+
+    Args:
+        kind: one of `KINDS`.
+        repeats: timed repetitions; medians are reported.
+
+    Returns:
+        JSON-able: `kind`, `repeats`, `machine`, `sizes` (what was run), `floor` (measured limits of the machine),
+        `measured` (rates), `share` (measured over floor, between 0 and about 1).
+
+    Raises:
+        ConfigError: unknown kind or no repetition.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown benchmark {kind!r}: choose one of {', '.join(KINDS)}")
+    if repeats < 1:
+        raise ConfigError(f"--repeats {repeats}: at least 1")
+    from trace_jax.bench import measure
+
+    # Each benchmark imports its own layer only when it is asked for.
+    result = importlib.import_module(f"trace_jax.bench.{kind}").run(config, repeats)
+    return {"kind": kind, "repeats": repeats, "machine": measure.machine(), **result}

@@ -1,0 +1,77 @@
+"""Benchmarks: the arithmetic behind the shares, and every kind at a tiny size."""
+
+import dataclasses
+import json
+import time
+
+import jax
+import pytest
+from flax import nnx
+
+from trace_jax import bench
+from trace_jax.bench import learner, measure
+from trace_jax.config import (
+    BatchConfig,
+    ConfigError,
+    GRPOConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SimulatorConfig,
+    TokenizerConfig,
+)
+from trace_jax.policy.transformer import Transformer
+
+TINY = RunConfig(
+    simulator=SimulatorConfig(segments=24, batch=32),
+    tokenizer=TokenizerConfig(vocab_size=300),
+    policy=PolicyConfig(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp_width=16, max_length=128),
+    rollout=RolloutConfig(context=128, max_turn_tokens=8, max_turns=2, slots=8),
+    grpo=GRPOConfig(group=2, microbatch=BatchConfig(row_length=64, rows=2)),
+)
+
+
+@pytest.mark.parametrize("kind", bench.KINDS)
+def test_every_kind_reports_floor_measured_and_share(kind):
+    result = bench.run(kind, TINY, repeats=1)
+    json.dumps(result, allow_nan=False)
+    assert result["kind"] == kind and result["machine"]["versions"]["jax"]
+    assert set(result) == {"kind", "repeats", "machine", "sizes", "floor", "measured", "share"}
+    rates = [v for v in result["measured"].values() if isinstance(v, float)]
+    assert rates and all(v > 0 for k, v in result["measured"].items() if k.endswith("per_second"))
+    assert all(0 < v < 10 for v in result["share"].values()), result["share"]
+
+
+def test_unknown_kind_and_no_repeats_are_one_clear_line():
+    with pytest.raises(ConfigError, match="sim, tools, rollout, learner"):
+        bench.run("probes", TINY)
+    with pytest.raises(ConfigError, match="at least 1"):
+        bench.run("sim", TINY, repeats=0)
+    short = dataclasses.replace(TINY, rollout=dataclasses.replace(TINY.rollout, context=45))
+    with pytest.raises(ConfigError, match="rollout.context 45"):
+        bench.run("rollout", short, repeats=1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_are_six_per_matmul_weight_and_the_attended_tokens(tied):
+    """Against the parameter count of the model itself: 6 N D, plus 12 per head channel and attended token."""
+    policy = PolicyConfig(layers=3, width=32, heads=4, kv_heads=2, head_dim=8, mlp_width=48, tie_embeddings=tied)
+    params = nnx.state(Transformer(policy, 100, rngs=nnx.Rngs(0)), nnx.Param)
+    matrices = sum(p.size for p in jax.tree.leaves(params) if p.ndim == 3)  # [layers, in, out]
+    weights = matrices + 100 * 32  # and the output projection, whether tied or not
+    flops = learner.flops_per_token(policy, 100, attended=10.0)
+    assert flops == pytest.approx(6 * weights + 12 * 3 * 4 * 8 * 10.0)
+
+
+def test_sequences_fill_the_rows_they_are_meant_for():
+    sequences = learner._sequences(64, 8, 50)
+    assert 0.8 * 8 * 64 < sum(map(len, sequences)) <= 8 * 64
+    assert all(len(s) <= 32 and s.ids.max() < 50 and s.loss_mask.any() and not s.loss_mask[0] for s in sequences)
+
+
+def test_timing_counts_the_calls_it_should():
+    calls = []
+    times = measure.seconds(lambda: calls.append(time.sleep(0.002)), repeats=3, warmup=2)
+    assert len(calls) == 5 and len(times) == 3 and min(times) >= 0.002
+    assert measure.timed(lambda: time.sleep(0.002)) >= 0.002
+    assert measure.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "fastest": 1.0, "slowest": 3.0}
