@@ -122,11 +122,13 @@ def _change(num: Float[Array, "T ..."], den: Float[Array, "T ..."]) -> tuple[Arr
     return change, residual / safe1**2 + residual / (safe1 * safe2) + 1e-8
 
 
-def _contrast(num: Float[Array, "T K"], den: Float[Array, "T K"], total_num: Array, total_den: Array) -> Array:
-    """z of the log change inside each slice against the rest of the campaign."""
+def _contrast(
+    num: Float[Array, "T K"], den: Float[Array, "T K"], total_num: Array, total_den: Array
+) -> tuple[Array, Array]:
+    """z of the log change inside each slice against the rest of the campaign, and the log change inside."""
     inside, inside_var = _change(num, den)
     outside, outside_var = _change(total_num[:, None] - num, total_den[:, None] - den)
-    return (inside - outside) / jnp.sqrt(inside_var + outside_var)
+    return (inside - outside) / jnp.sqrt(inside_var + outside_var), inside
 
 
 @chex.dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Statistics:
     cvr: Float[Array, " K"]
     cpc: Float[Array, " K"]
     share: Float[Array, " K"]
+    change: Float[Array, "K 4"]  # log change inside the slice of share of impressions, CTR, CVR, CPC
     testable: Bool[Array, " K"]  # enough events inside and outside
 
 
@@ -156,9 +159,9 @@ def statistics(episode: EpisodeBatch, params: OracleParams) -> Statistics:
     totals = [x.sum(-1) for x in (impressions, clicks, orders, spend)]
     half = impressions.shape[0] // 2
 
-    ctr = _contrast(by_slice[1], by_slice[0], totals[1], totals[0])
-    cvr = _contrast(by_slice[2], by_slice[1], totals[2], totals[1])
-    cpc = _contrast(by_slice[3], by_slice[1], totals[3], totals[1])
+    ctr, ctr_change = _contrast(by_slice[1], by_slice[0], totals[1], totals[0])
+    cvr, cvr_change = _contrast(by_slice[2], by_slice[1], totals[2], totals[1])
+    cpc, cpc_change = _contrast(by_slice[3], by_slice[1], totals[3], totals[1])
     all_days = jnp.broadcast_to(totals[0][:, None], by_slice[0].shape)
     change, variance = _change(by_slice[0], all_days)
     share = change / jnp.sqrt(variance)
@@ -186,6 +189,7 @@ def statistics(episode: EpisodeBatch, params: OracleParams) -> Statistics:
         cvr=cvr,
         cpc=cpc,
         share=share,
+        change=jnp.stack([change, ctr_change, cvr_change, cpc_change], -1),
         testable=testable,
     )
 
@@ -241,6 +245,7 @@ def verify_one(episode: EpisodeBatch, params: OracleParams) -> Verdict:
 
     local_z = jnp.stack([stats.share[k], stats.ctr[k], stats.cvr[k], stats.cpc[k], stats.campaign[4]])
     evidence = jnp.where(segment, local_z, stats.campaign[:5])
+    local_change = jnp.append(stats.change[k], stats.campaign_change[4])
     # Mix causes must show in the slice the label names.
     mix = jnp.array([c.level == "mix" for c in CAUSES])[cause]
     named = jnp.where(label, stats.share, 0.0).sum()
@@ -257,7 +262,7 @@ def verify_one(episode: EpisodeBatch, params: OracleParams) -> Verdict:
         rival_cause=rival_cause,
         rival_slice=jnp.where(jnp.isfinite(rival_slice), rival_slice, jnp.where(segment, -1e6, 0.0)),
         evidence_z=evidence,
-        evidence_change=stats.campaign_change,
+        evidence_change=jnp.where(segment, local_change, stats.campaign_change),
     )
 
 
