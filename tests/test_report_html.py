@@ -1,5 +1,6 @@
 """The HTML page: one file that needs nothing else, with the run's own numbers in it."""
 
+import dataclasses
 import json
 import math
 import re
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trace_jax.config import ConfigError, EvaluationConfig
+from trace_jax.config import ConfigError, EvaluationConfig, TokenizerConfig
 from trace_jax.evaluation import metrics, store
+from trace_jax.policy.chat import CONTROL, NanoChat
+from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.report import html, svg
 from trace_jax.rollout import trajectory
 
@@ -62,26 +65,26 @@ def records(share):
     ]  # fmt: skip
 
 
-def sampled(text="<script>alert(1)</script> & http://example.com/x"):
-    """A trajectory whose ids are code points: prompt, call, result, answer."""
-    parts = [("Why?", -1, False), ("sql('x')", 0, True), (text, 0, False), ('{"decision": 1}', 1, True)]
-    ids = [ord(c) for part, _, _ in parts for c in part]
-    turn = [t for part, t, _ in parts for _ in part]
-    mask = [m for part, _, m in parts for _ in part]
-    return trajectory.Trajectory(
-        ids=np.array(ids, np.int32), loss_mask=np.array(mask), logprobs=np.zeros(len(ids), np.float32),
-        turn_index=np.array(turn, np.int32), versions=(0, 0), status="finished", task_index=17, reward=1.0,
-        tool_calls=1, answer='{"decision": 1}', info={"full_right": True},
-        labels={"type": "segment_1d", "cause": "CREATIVE_FATIGUE", "driver": [["geo", "US"]]},
-    )  # fmt: skip
+HOSTILE = "<script>alert(1)</script> & http://example.com/x"
 
 
-def codepoints(ids):
-    return "".join(map(chr, ids))
+@pytest.fixture(scope="module")
+def chat():
+    texts = ["Find it.", "Why?", "sql('x')", HOSTILE, '{"decision": 1}'] * 3
+    return NanoChat(SentencePieceTokenizer.train(texts, TokenizerConfig(vocab_size=400, fragments=0), list(CONTROL)))
+
+
+def sampled(chat, result=HOSTILE, **fields):
+    """A trajectory of one call and an answer."""
+    ids, mask, turn = chat.encode_transcript("Find it.", "Why?", [("sql('x')", result)], '{"decision": 1}')
+    base = dict(versions=(0, 0), status="finished", task_index=17, reward=1.0, tool_calls=1, info={"full_right": True})
+    base["labels"] = {"type": "segment_1d", "cause": "CREATIVE_FATIGUE", "driver": [["geo", "US"]]}
+    streams = dict(ids=ids, loss_mask=mask, logprobs=np.zeros(len(ids), np.float32), turn_index=turn)
+    return trajectory.Trajectory(**streams, **base | fields)
 
 
 @pytest.fixture
-def run_dir(tmp_path, monkeypatch):
+def run_dir(tmp_path, chat):
     run = tmp_path / "nano-1"
     run.mkdir()
     (run / "config.yaml").write_text("name: nano\nnote: <b>bold</b>\n")
@@ -90,9 +93,8 @@ def run_dir(tmp_path, monkeypatch):
     (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines) + '{"stage": "grpo", "st')
     for agent, share in (("untrained", 0.0), ("sft", 0.6), ("grpo", 0.8)):
         store.save(run, agent, metrics.summarise(records(share), EvaluationConfig(bootstrap=50)), records(share))
-    trajectory.write_parquet(run / "trajectories" / "grpo-000009.parquet", [sampled()], 9)
-    (run / "tokenizer.model").write_bytes(b"")
-    monkeypatch.setattr(html, "_decoder", lambda model: codepoints)
+    trajectory.write_parquet(run / "trajectories" / "grpo-000009.parquet", [sampled(chat)], 9)
+    chat.tokenizer.save(run / "tokenizer.model")
     return run
 
 
@@ -126,13 +128,31 @@ def test_no_run_directory_is_one_clear_line(tmp_path):
     assert "\n" not in str(e.value)
 
 
-def test_turns_split_where_the_speaker_changes():
-    assert html.turns(sampled("ok"), codepoints) == [
-        ("task", "Why?", False),
+def test_turns_say_who_spoke(chat):
+    assert html.turns(sampled(chat, "ok"), chat) == [
+        ("system", "Find it.", False),
+        ("user", "Why?", False),
         ("call", "sql('x')", True),
         ("result", "ok", False),
         ("answer", '{"decision": 1}', True),
     ]
+    cut = sampled(chat, "ok")
+    short = dataclasses.replace(
+        cut, status="truncated", **{f: getattr(cut, f)[:-1] for f in ("ids", "loss_mask", "logprobs", "turn_index")}
+    )
+    assert html.turns(short, chat)[-1][0] == "malformed"
+
+
+def test_every_type_shows_a_right_and_a_wrong_case(run_dir, chat):
+    kinds = [("campaign", True), ("campaign", True), ("campaign", False), ("mix", False)]
+    rows = [
+        sampled(chat, task_index=i, info={"full_right": right}, labels={"type": kind, "cause": "BUDGET_CAP"})
+        for i, (kind, right) in enumerate(kinds)
+    ]
+    trajectory.write_parquet(run_dir / "trajectories" / "grpo-000010.parquet", rows, 10)
+    page = html.build(run_dir)
+    check(page)
+    assert page.count('class="case"') == 3 and "grpo-000010.parquet" in page
 
 
 def test_chart_is_well_formed_and_keeps_gaps():

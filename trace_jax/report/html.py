@@ -9,7 +9,6 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
@@ -17,6 +16,8 @@ import numpy as np
 
 from trace_jax.config import ConfigError, EvaluationConfig
 from trace_jax.evaluation import metrics, store, table
+from trace_jax.policy.chat import CONTROL, NanoChat
+from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.report import svg
 from trace_jax.report.template import PAGE
 from trace_jax.rollout.trajectory import Trajectory, read_parquet
@@ -175,23 +176,28 @@ def _stages(path: Path) -> list[tuple[str, list[dict]]]:
     return result
 
 
-def turns(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> list[tuple[str, str, bool]]:
+def turns(trajectory: Trajectory, chat: NanoChat) -> list[tuple[str, str, bool]]:
     """`(role, text, sampled)` of each stretch of a trajectory: prompt, then calls, results and the answer."""
     mask, turn = np.asarray(trajectory.loss_mask), np.asarray(trajectory.turn_index)
     starts = np.flatnonzero(np.r_[True, (mask[1:] != mask[:-1]) | (turn[1:] != turn[:-1])])
     result = []
     for start, end in zip(starts, [*starts[1:], len(mask)], strict=True):
-        sampled = bool(mask[start])
-        if turn[start] < 0:
-            role = "task"
-        elif not sampled:
-            role = "result"
+        ids = [int(i) for i in trajectory.ids[start:end]]
+        if mask[start]:
+            said = chat.parse_turn(ids)
+            result.append((said.kind, said.text.strip(), True))
         else:
-            role = "answer" if trajectory.answer is not None and not (mask[end:]).any() else "call"
-        text = decode([int(i) for i in trajectory.ids[start:end]]).strip()
-        if text:
-            result.append((role, text, sampled))
-    return result
+            result += [(role, text.strip(), False) for role, text in _given(ids, chat)]
+    return [entry for entry in result if entry[1]]
+
+
+def _given(ids: list[int], chat: NanoChat) -> list[tuple[str, str]]:
+    """What the policy was shown, split where a control token names who speaks."""
+    tokenizer = chat.tokenizer
+    heads = [i for i, token in enumerate(ids) if tokenizer.is_control(token)]
+    parts = [ids[a:b] for a, b in zip([0, *heads], [*heads, len(ids)], strict=True)]
+    named = {tokenizer.control_id(name): name.strip("<|>") for name in CONTROL}
+    return [(named.get(part[0], ""), tokenizer.decode(part)) for part in parts if part]
 
 
 def _cases(run_dir: Path) -> tuple[list[dict], str]:
@@ -200,7 +206,7 @@ def _cases(run_dir: Path) -> tuple[list[dict], str]:
     model = run_dir / "tokenizer.model"
     if not files or not model.is_file():
         return [], ""
-    decode = _decoder(model)
+    chat = NanoChat(SentencePieceTokenizer.load(model))
     chosen: dict[tuple[str, bool], list[Trajectory]] = defaultdict(list)
     for t in read_parquet(files[-1]):
         group = chosen[(str(t.labels.get("type")), bool(t.info.get("full_right")))]
@@ -221,15 +227,7 @@ def _cases(run_dir: Path) -> tuple[list[dict], str]:
                         "right": right,
                         "outcome": outcome,
                         "reward": f"{t.reward:.2f}",
-                        "turns": turns(t, decode),
+                        "turns": turns(t, chat),
                     }
                 )
     return cases, files[-1].name
-
-
-def _decoder(model: Path) -> Callable[[list[int]], str]:
-    """Text of ids with the control pieces of turns left out (the page shows roles instead)."""
-    from trace_jax.policy.tokenizer import SentencePieceTokenizer
-
-    tokenizer = SentencePieceTokenizer.load(model)
-    return tokenizer.decode

@@ -1,0 +1,82 @@
+"""Held-out evaluation of a policy: the rollout collector at evaluation temperature, folded into graded records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trace_jax.config import ConfigError, EvaluationConfig, RolloutConfig
+from trace_jax.environments.base import Environment
+from trace_jax.evaluation.metrics import EvalRecord
+from trace_jax.rollout.collect import Chat, collect
+from trace_jax.rollout.engine import Generator
+from trace_jax.rollout.sampling import Sampling
+from trace_jax.rollout.trajectory import Trajectory
+
+
+def evaluate_policy(
+    generator: Generator,
+    chat: Chat,
+    environment: Environment,
+    indices: Sequence[int],
+    config: EvaluationConfig,
+    rollout: RolloutConfig,
+    *,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[Trajectory]:
+    """`config.samples` investigations of each episode by the parameters that `generator` holds.
+
+    Args:
+        indices: episodes of `environment`, each once.
+        config: number of samples and temperature (0 is greedy).
+        rollout: limits, slots and workers; its temperature is for training and not used.
+        seed: of the sampling keys, which depend on (seed, episode, sample) alone: two stages of a run meet the same
+            luck, and an episode is answered alike whatever else is evaluated with it.
+        on_progress: called with (trajectories ended, trajectories in all).
+
+    Returns:
+        Trajectories in the order of `indices`, samples of an episode together; `records_of` turns them into records.
+
+    Raises:
+        ConfigError: an episode is named twice.
+    """
+    if len(set(indices)) != len(indices):
+        raise ConfigError("evaluation: an episode is named twice; its answers would count as more samples of one")
+    return collect(
+        generator,
+        chat,
+        environment,
+        list(indices),
+        group=config.samples,
+        config=rollout,
+        seed=seed,
+        step=0,
+        sampling=Sampling(config.temperature),
+        progress=on_progress,
+    )
+
+
+def record_of(
+    index: int, sample: int, labels: Mapping[str, Any], info: Mapping[str, Any], tool_calls: int, status: str
+) -> EvalRecord:
+    """One graded answer. An investigation without an answer has an empty `info`: not parsed, nothing right."""
+    return EvalRecord(
+        index=index,
+        type=labels["type"],
+        cause=labels["cause"],
+        sample=sample,
+        parsed=bool(info.get("parsed", False)),
+        cause_right=bool(info.get("cause_right", False)),
+        full_right=bool(info.get("full_right", False)),
+        jaccard=info.get("slice_jaccard"),
+        tool_calls=tool_calls,
+        status=status,
+        predicted=info.get("cause"),
+        exact_parsed=bool(info.get("exact_parsed", False)),
+    )
+
+
+def records_of(trajectories: Sequence[Trajectory]) -> list[EvalRecord]:
+    """Records of collected trajectories."""
+    return [record_of(t.task_index, t.sample, t.labels, t.info, t.tool_calls, t.status) for t in trajectories]
