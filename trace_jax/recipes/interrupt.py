@@ -65,11 +65,11 @@ class Interrupt:
     def abortable(self) -> Iterator[None]:
         """A block that a signal may leave anywhere, because it writes nothing before its end."""
         self.check()
-        self._abortable = True
+        before, self._abortable = self._abortable, True
         try:
             yield
         finally:
-            self._abortable = False
+            self._abortable = before
 
 
 def ignore_in_worker() -> None:

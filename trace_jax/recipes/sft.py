@@ -38,6 +38,6 @@ def train(work: Workspace, lessons: list[Lesson]) -> dict[str, float]:
             work.run.log(STAGE, done, metrics)
             bar.update(done, loss=metrics["loss"], entropy=metrics["entropy"])
             if done % config.save_every == 0 or done == steps or work.interrupt.requested:
-                save_state(store, state, {"stage": STAGE})
+                save_state(store, state, {"total_steps": steps})
             work.interrupt.check()
     return metrics

@@ -1,8 +1,8 @@
 """The SFT set: transcripts of the scripted analyst whose answer is right (rejection sampling).
 
-Episodes come in chunks of the paper's composition, each chunk from its own stream, disjoint from all splits. A chunk is a
-function of (configuration, chunk number); finished chunks are kept in `data/teacher/` of the run directory, so a resumed
-run goes on with the next one.
+Episodes come in chunks of the paper's composition, each chunk from its own stream, disjoint from all splits. A chunk is
+a function of (configuration, chunk number); finished chunks are kept in `data/teacher/` of the run directory, so a
+resumed run goes on with the next one.
 """
 
 from __future__ import annotations

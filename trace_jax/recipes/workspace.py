@@ -1,4 +1,4 @@
-"""What the stages of a run share: tokenizer, policy structure, mesh, environments, engine. Each is made at first use."""
+"""What the stages of a run share: tokenizer, policy, mesh, environments, engine. Each is made at first use."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ class Workspace:
         """Turn format over the run's tokenizer; `ConfigError` before the tokenizer was trained."""
         path = self.run.path / TOKENIZER
         if not path.exists():
-            raise ConfigError(
-                f"{self.run.path} has no tokenizer yet: run `trace-jax sft --run-dir {self.run.path}` first"
-            )
+            raise ConfigError(f"{self.run.path} has no tokenizer yet: {self._first('sft')}")
         return NanoChat(SentencePieceTokenizer.load(path))
 
     # Policy
@@ -96,6 +94,12 @@ class Workspace:
         """The checkpoints of a stage."""
         return CheckpointStore(str(self.run.checkpoints(stage)), self.config.keep_checkpoints)
 
+    def is_finished(self, stage: str) -> bool:
+        """Whether a stage has made its last step (its checkpoints say how many there are)."""
+        store = self.store(stage)
+        step = store.latest()
+        return step is not None and step == store.extra(step)["total_steps"]
+
     def trained_params(self, stage: str) -> Params:
         """Parameters of a stage's newest checkpoint, on the mesh.
 
@@ -105,12 +109,13 @@ class Workspace:
         store = self.store(stage)
         step = store.latest()
         if step is None:
-            raise ConfigError(f"{self.run.path} has no {stage} checkpoint: run `trace-jax {stage}` on it first")
-        axes = logical_axes(self.model)
-        placed = sharding.shardings(self.initial_params, axes, self.mesh)
-        like = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.initial_params, placed
-        )
+            raise ConfigError(f"{self.run.path} has no {stage} checkpoint: {self._first(stage)}")
+        placed = sharding.shardings(self.initial_params, logical_axes(self.model), self.mesh)
+
+        def shape(array, where):
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+
+        like = jax.tree.map(shape, self.initial_params, placed)
         return store.restore(step, {"params": like})[0]["params"]
 
     def latest_stage(self) -> str:
@@ -118,7 +123,11 @@ class Workspace:
         for stage in ("grpo", "sft"):
             if self.store(stage).latest() is not None:
                 return stage
-        raise ConfigError(f"{self.run.path} has no checkpoint: run `trace-jax sft --run-dir {self.run.path}` first")
+        raise ConfigError(f"{self.run.path} has no checkpoint: {self._first('sft')}")
+
+    def _first(self, stage: str) -> str:
+        again = " --resume" if stage == "sft" else ""
+        return f"run `trace-jax {stage} --run-dir {self.run.path}{again}` first"
 
     # Rollout
 

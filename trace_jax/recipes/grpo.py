@@ -1,0 +1,137 @@
+"""GRPO: sample groups, grade them, train on group-relative advantages (arXiv 2402.03300, 2609.10315).
+
+Everything a step does is a function of (seed, step) and the parameters before it, so a run that stopped anywhere goes
+on as if it had not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from trace_jax.config import ConfigError, GRPOConfig
+from trace_jax.learner import packing
+from trace_jax.learner.advantages import group_advantages
+from trace_jax.learner.checkpoint import restore_state, save_state
+from trace_jax.learner.objectives import grpo_objective
+from trace_jax.learner.step import Learner, Params
+from trace_jax.recipes import schedule
+from trace_jax.recipes.interrupt import Interrupted
+from trace_jax.recipes.workspace import Workspace
+from trace_jax.rollout.collect import CollectStats, collect, metrics
+from trace_jax.rollout.trajectory import Trajectory, write_parquet
+
+STAGE, VALIDATION = "grpo", "validation"
+CRASHED = ("tool_failure", "timed_out")  # the machine's doing, not the policy's: left out of baseline and loss
+
+
+def train(work: Workspace) -> dict[str, float]:
+    """Runs GRPO to its end from wherever the run stands; returns the last step's metrics (empty if it was done).
+
+    Raises:
+        ConfigError: SFT is not finished, or the objective's fields contradict each other.
+    """
+    config, run, interrupt = work.config.grpo, work.run, work.interrupt
+    if not work.is_finished("sft"):
+        raise ConfigError(f"SFT of {run.path} is not finished: run `trace-jax sft --run-dir {run.path} --resume` first")
+    start_params = work.trained_params("sft")
+    total = config.steps * config.iterations
+    learner = work.learner(grpo_objective(config), config.optimizer, total, work.config.rollout.temperature)
+    store = work.store(STAGE)
+    restored = restore_state(store, learner, start_params)
+    state = restored[0] if restored else learner.init(start_params)
+    start, last = int(state.step) // config.iterations, {}
+    run.truncate(STAGE, start)
+    run.truncate(VALIDATION, start - 1)
+    environment = work.environment("train")
+    no_signal = [i for i in range(len(environment)) if environment.task(i).labels["type"] == "no_signal"]
+
+    def save(step: int) -> None:
+        if step == start and restored:
+            return  # already on disk
+        save_state(store, state, {"total_steps": total, "grpo_step": step, "policy_version": step})
+
+    with work.progress.bar(STAGE, config.steps, start) as bar:
+        for step in range(start, config.steps):
+            work.engine.set_params(state.params, step)
+            prompts = schedule.grpo_prompts(
+                work.config.seed, step, config.prompts, len(environment), no_signal, config.no_signal_share
+            )
+            try:
+                # A terminal's Ctrl-C also reaches the tool's worker processes and may spoil what is being collected:
+                # it is dropped, the parameters are saved, and a resumed run collects it again.
+                with interrupt.abortable():
+                    validation = _validate(work, step)
+                    trajectories, figures = _collect(work, "train", prompts, config.group, STAGE, step)
+                interrupt.check()
+            except Interrupted:
+                save(step)
+                raise
+            if validation:
+                run.log(VALIDATION, step, validation)
+            write_parquet(run.trajectories(STAGE, step + 1), trajectories, step + 1)
+            state, last = _update(learner, state, trajectories, config, start_params)
+            last = figures | last
+            run.log(STAGE, step + 1, last)
+            bar.update(step + 1, reward=last["reward"], loss=last["loss"], entropy=last["entropy"])
+            if (step + 1) % config.save_every == 0 or step + 1 == config.steps or interrupt.requested:
+                save(step + 1)
+            interrupt.check()
+    return last
+
+
+def _collect(
+    work: Workspace, split: str, indices: Sequence[int], group: int, purpose: str, step: int
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """Trajectories of `group` samples of each episode, and their figures."""
+    environment, stats = work.environment(split), CollectStats()
+    trajectories = collect(
+        work.engine,
+        work.chat,
+        environment,
+        list(indices),
+        group=group,
+        config=work.config.rollout,
+        seed=schedule.collection_seed(work.config.seed, purpose, step),
+        step=step,
+        stats=stats,
+    )
+    right = float(np.mean([bool(t.info.get("full_right")) for t in trajectories]))
+    return trajectories, metrics(trajectories, stats) | {"full_right": right}
+
+
+def _validate(work: Workspace, step: int) -> dict[str, float]:
+    """Figures of the first validation episodes, every `validate_every` steps; otherwise nothing."""
+    config = work.config.grpo
+    if step % config.validate_every or not config.validation_episodes:
+        return {}
+    return _collect(work, "validation", range(config.validation_episodes), 1, VALIDATION, step)[1]
+
+
+def _update(learner: Learner, state, trajectories: Sequence[Trajectory], config: GRPOConfig, reference: Params):
+    """`iterations` optimizer steps on one collection. Returns the new state and the metrics of the last of them."""
+    advantages = group_advantages(
+        [t.reward for t in trajectories],
+        [t.group for t in trajectories],
+        [t.sample for t in trajectories],
+        divide_std=config.advantage_std,
+        drop_constant=config.objective == "dapo",
+        crashed=[t.status in CRASHED for t in trajectories],
+    )
+    items = [
+        packing.Sequence(t.ids, t.loss_mask, advantage, t.behaviour_logprobs())
+        for t, advantage, kept in zip(trajectories, advantages.values, advantages.kept, strict=True)
+        if kept and t.loss_mask.any()
+    ]
+    shape = (config.microbatch.row_length, config.microbatch.rows)
+    batches = packing.pack(items, *shape) or [packing.empty_batch(*shape)]
+    if config.kl_coefficient:
+        scored = learner.logprobs(reference, batches)
+        batches = [dataclasses.replace(b, reference_logprobs=r) for b, r in zip(batches, scored, strict=True)]
+    for iteration in range(config.iterations):
+        state, last = learner.step(state, batches)
+        if iteration == 0:  # before any update on these trajectories: how far sampler and learner disagree
+            agreement = {"sampler_gap": last["logprob_gap"]}
+    return state, last | agreement | advantages.metrics

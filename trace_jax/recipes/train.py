@@ -1,0 +1,91 @@
+"""The whole recipe: teacher, tokenizer, SFT, GRPO, held-out evaluation, export, report; and its parts.
+
+Each stage leaves what it made in the run directory and does nothing when it is there already, so resuming is running
+again.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from trace_jax.config import ConfigError, RunConfig
+from trace_jax.learner import objectives
+from trace_jax.recipes import assess, export, grpo, sft, teacher
+from trace_jax.recipes.interrupt import Interrupt, Interrupted
+from trace_jax.recipes.progress import Progress
+from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.workspace import TOKENIZER, Workspace
+from trace_jax.report import html
+
+
+def command(
+    name: str, run_dir: Path | None, config: RunConfig, *, resume: bool, source: Path | None = None
+) -> dict[str, Any]:
+    """Runs `train`, `sft` or `grpo` in a run directory.
+
+    Args:
+        resume: continue the run in `run_dir`.
+        source: for `grpo`: start a new run from the SFT policy of this one.
+
+    Returns:
+        What `--json` prints: the final agent's results for `train`, else the stage's last metrics.
+
+    Raises:
+        ConfigError: bad input.
+        Interrupted: a signal arrived; everything is saved.
+    """
+    objectives.validate(config.grpo)
+    continues = resume or (name == "grpo" and source is None)
+    run = RunDirectory.open(run_dir, config) if continues else RunDirectory.create(run_dir, config)
+    with run, Interrupt() as interrupt:
+        work = Workspace(run, Progress(), interrupt)
+        work.progress.note(f"run directory: {run.path}")
+        try:
+            if source is not None and not resume:
+                _adopt(source, run)
+            if name == "train":
+                return _train(work)
+            metrics = _sft(work) if name == "sft" else grpo.train(work)
+            print(f"{name} finished: {run.path}")
+            return {"stage": name, "run_dir": str(run.path), **metrics}
+        except Interrupted as stop:
+            again = shlex.join(["trace-jax", name, "--run-dir", str(run.path), "--resume"])
+            raise Interrupted(stop.status, again) from None
+
+
+def _sft(work: Workspace) -> dict[str, float]:
+    lessons = teacher.build(work.run, work.progress, work.interrupt)
+    work.train_tokenizer(lessons)
+    return sft.train(work, lessons)
+
+
+def _train(work: Workspace) -> dict[str, Any]:
+    if not work.is_finished("sft"):
+        _sft(work)
+    for agent in ("untrained", "analyst", "sft"):
+        final = assess.evaluate(work, agent, "test")
+    if work.config.grpo.steps:
+        if not work.is_finished("grpo"):
+            grpo.train(work)
+        final = assess.evaluate(work, "grpo", "test")
+    assess.show(work.run.path)
+    path = export.write(work, work.latest_stage(), work.run.path / "export")
+    page = html.write(work.run.path)
+    print(f"policy: {path}\nreport: {page}")
+    return final
+
+
+def _adopt(source: Path, run: RunDirectory) -> None:
+    """Copies the tokenizer and the finished SFT policy of another run."""
+    with RunDirectory.open(source) as other:
+        origin = Workspace(other, Progress(), Interrupt())
+        if not origin.is_finished("sft"):
+            raise ConfigError(f"SFT of {source} is not finished: run `trace-jax sft --run-dir {source} --resume` first")
+        step = origin.store("sft").latest()
+        name = f"{step:08d}"
+        run.folder("checkpoints")
+        shutil.copy(other.path / TOKENIZER, run.path / TOKENIZER)
+        shutil.copytree(other.checkpoints("sft") / name, run.checkpoints("sft") / name)
