@@ -37,6 +37,8 @@ def test_every_kind_reports_floor_measured_and_share(kind):
     json.dumps(result, allow_nan=False)
     assert result["kind"] == kind and result["machine"]["versions"]["jax"]
     assert set(result) == {"kind", "repeats", "machine", "sizes", "floor", "measured", "share"}
+    shown = bench.text(result)
+    assert kind in shown and " %" in shown and "seconds" in shown
     rates = [v for v in result["measured"].values() if isinstance(v, float)]
     assert rates and all(v > 0 for k, v in result["measured"].items() if k.endswith("per_second"))
     assert all(0 < v < 10 for v in result["share"].values()), result["share"]

@@ -95,7 +95,7 @@ def test_policy_is_graded_sample_by_sample(environment):
         on_progress=lambda *x: seen.append(x),
     )
     records = records_of(trajectories)
-    assert generator.temperatures == [0.5] * 4 and seen[-1] == (24, 24)  # 24 trajectories in waves of 7
+    assert generator.temperatures == [0.5] * 4 and seen[-1] == (8, 8)  # 24 trajectories in waves of 7
     assert [(r.index, r.sample) for r in records] == [(i, s) for i in range(8) for s in range(3)]
     result = metrics.summarise(records, config)
     assert result["cause_at_1"]["value"] == pytest.approx(2 / 3)

@@ -33,3 +33,20 @@ def run(kind: str, config: RunConfig, *, repeats: int = 5) -> dict[str, Any]:
     # Each benchmark imports its own layer only when it is asked for.
     result = importlib.import_module(f"trace_jax.bench.{kind}").run(config, repeats)
     return {"kind": kind, "repeats": repeats, "machine": measure.machine(), **result}
+
+
+def text(result: dict[str, Any]) -> str:
+    """A result for people: one line a figure, shares in percent."""
+    where = result["machine"]
+    lines = [
+        f"{result['kind']} on {where['processor']}, {where['cores']} cores, {where['devices']} x {where['device']}"
+    ]
+    for section in ("sizes", "floor", "measured"):
+        for name, value in result[section].items():
+            if isinstance(value, dict):  # seconds of one phase, or of each of several
+                phases = value if isinstance(next(iter(value.values())), dict) else {"": value}
+                lines += [f"  {f'{name} {p}'.strip():32s} {t['median']:.4g} (median)" for p, t in phases.items()]
+            else:
+                lines.append(f"  {name:32s} {value:,.4g}" if isinstance(value, float) else f"  {name:32s} {value}")
+    lines += [f"  {f'share {name}':32s} {100 * value:.1f} %" for name, value in result["share"].items()]
+    return "\n".join(lines)

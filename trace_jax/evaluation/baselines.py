@@ -28,10 +28,10 @@ def evaluate_analyst(
         config: its prompt style decides how the analyst words its answer.
         samples: investigations per episode; its order, depth and phrasing vary between them.
         seed: investigation `s` of episode `i` is a function of (seed, i, s).
-        on_progress: called with (investigations done, investigations in all).
+        on_progress: called with (episodes done, episodes in all).
     """
-    records, total = [], len(indices) * samples
-    for index in indices:
+    records = []
+    for done, index in enumerate(indices, 1):
         task = environment.task(index)
         for sample in range(samples):
             episode = environment.open(task)
@@ -43,6 +43,6 @@ def evaluate_analyst(
                 episode.close()
             calls = len(transcript.steps)
             records.append(record_of(task.index, sample, task.labels, reward.info, calls, "finished"))
-            if on_progress is not None:
-                on_progress(len(records), total)
+        if on_progress is not None:
+            on_progress(done, len(indices))
     return records

@@ -33,7 +33,7 @@ def evaluate_policy(
         rollout: limits, slots and workers; its temperature is for training and not used.
         seed: of the sampling keys, which depend on (seed, episode, sample) alone: two stages of a run meet the same
             luck, and an episode is answered alike whatever else is evaluated with it.
-        on_progress: called with (trajectories ended, trajectories in all).
+        on_progress: called with (episodes done, episodes in all).
 
     Returns:
         Trajectories in the order of `indices`, samples of an episode together; `records_of` turns them into records.
@@ -43,17 +43,23 @@ def evaluate_policy(
     """
     if len(set(indices)) != len(indices):
         raise ConfigError("evaluation: an episode is named twice; its answers would count as more samples of one")
+    samples = config.samples
+
+    def report(ended: int, total: int) -> None:
+        if on_progress is not None:
+            on_progress(ended // samples, total // samples)
+
     return collect(
         generator,
         chat,
         environment,
         list(indices),
-        group=config.samples,
+        group=samples,
         config=rollout,
         seed=seed,
         step=0,
         sampling=Sampling(config.temperature),
-        progress=on_progress,
+        progress=report,
     )
 
 
