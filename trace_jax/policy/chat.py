@@ -25,6 +25,18 @@ SYSTEM, USER, CALL, ANSWER, RESULT, END = CONTROL = (
     "<|end|>",
 )
 
+# The same format for servers that render messages through a Jinja template.
+_TEMPLATE = (
+    "{%- for message in messages -%}"
+    f"{{%- if message.role == 'system' -%}}{{{{ '{SYSTEM}' + message.content }}}}"
+    f"{{%- elif message.role == 'user' -%}}{{{{ '{USER}' + message.content }}}}"
+    f"{{%- elif message.role == 'tool' -%}}{{{{ '{RESULT}' + message.content }}}}"
+    "{%- elif message.tool_calls -%}{%- for call in message.tool_calls -%}"
+    f"{{{{ '{CALL}' + call.function.arguments.code + '{END}' }}}}{{%- endfor -%}}"
+    f"{{%- else -%}}{{{{ '{ANSWER}' + message.content + '{END}' }}}}{{%- endif -%}}"
+    "{%- endfor -%}"
+)
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -49,6 +61,11 @@ class NanoChat:
     def stop_id(self) -> int:
         """The token that ends a sampled turn."""
         return self._id[END]
+
+    @property
+    def template(self) -> str:
+        """Jinja chat template; a tool call carries its Python source as the argument `code`."""
+        return _TEMPLATE
 
     def encode_prompt(self, system: str, user: str) -> list[int]:
         """System and user message; the next token is the policy's."""

@@ -19,6 +19,10 @@ from trace_jax.config import ConfigError, PolicyConfig
 from trace_jax.policy import attention
 from trace_jax.policy.cache import KVCache
 
+# Layers up to which the training scan is unrolled: a loop stacks and zeroes every saved activation, which costs a tenth
+# of the step on CPU.
+UNROLL = 8
+
 
 def _check(cfg: PolicyConfig) -> None:
     if cfg.heads % cfg.kv_heads:
@@ -88,7 +92,7 @@ class Transformer(nnx.Module):
             return self._residual_mlp(x, weights), None
 
         body = jax.checkpoint(layer) if self.cfg.remat else layer
-        x, _ = jax.lax.scan(body, self._embed(ids), self._layer_weights())
+        x, _ = jax.lax.scan(body, self._embed(ids), self._layer_weights(), unroll=self.cfg.layers <= UNROLL)
         return rms_norm(x, self.final_norm[...], self.cfg.norm_eps)
 
     def decode(
