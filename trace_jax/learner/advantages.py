@@ -43,8 +43,8 @@ def group_advantages(
 ) -> GroupAdvantages:
     """`(r - mean) / std` inside each group; population standard deviation (ddof 0), 0 for a constant group.
 
-    Partial groups: a crashed episode is left out, mean and deviation are those of the survivors; a group with fewer than
-    two survivors is dropped.
+    Partial groups: a crashed episode is left out, mean and deviation are those of the survivors; a group with fewer
+    than two survivors is dropped.
 
     Args:
         rewards: of each row.

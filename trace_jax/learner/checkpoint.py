@@ -2,7 +2,7 @@
 
     <directory>/00000012/params/...       one orbax tree per item, flat: {"layers.query": array}
     <directory>/00000012/optimizer/...
-    <directory>/00000012/checkpoint.json  step, caller's extra JSON, shape and type of every array, size and crc of every file
+    <directory>/00000012/checkpoint.json  step, the caller's JSON, shape and type of the arrays, size and crc of files
     <directory>/.partial-00000015/        a save that did not finish; ignored, removed by the next save
 
 A kill, a full disk or Ctrl-C at any moment leaves either the previous checkpoint or the new one, whole.
@@ -103,8 +103,8 @@ class CheckpointStore:
         """Reads items of a checkpoint.
 
         Args:
-            items: for each name a tree of arrays or `jax.ShapeDtypeStruct`: structure, shapes, types and shardings wanted
-                (they may differ from those saved in nothing but the sharding).
+            items: for each name a tree of arrays or `jax.ShapeDtypeStruct`: the structure, shapes and types that were
+                saved, and the shardings wanted now.
 
         Returns:
             The trees by name, and the extra JSON.
@@ -186,8 +186,8 @@ class CheckpointStore:
         free, needed = shutil.disk_usage(self.directory).free, int(size * 1.1) + 2**20
         if free < needed:
             raise ConfigError(
-                f"no space for a checkpoint in {self.directory}: {needed / 2**20:.0f} MiB needed, {free / 2**20:.0f} MiB free; "
-                "free some, then continue with --resume (earlier checkpoints are untouched)"
+                f"no space for a checkpoint in {self.directory}: {needed / 2**20:.0f} MiB needed, "
+                f"{free / 2**20:.0f} MiB free; free some and continue with --resume, earlier ones are untouched"
             )
 
     def _retire(self, path: epath.Path) -> None:
@@ -277,7 +277,13 @@ def _abstract(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _inventory(root: epath.Path) -> dict[str, tuple[int, int]]:
-    return {str(p.relative_to(root)): _fingerprint(p) for p in sorted(root.glob("**/*")) if p.is_file()}
+    found: dict[str, tuple[int, int]] = {}
+    for path in root.iterdir():
+        if path.is_dir():
+            found |= {f"{path.name}/{name}": value for name, value in _inventory(path).items()}
+        else:
+            found[path.name] = _fingerprint(path)
+    return found
 
 
 def _fingerprint(path: epath.Path) -> tuple[int, int]:

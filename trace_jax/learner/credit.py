@@ -23,8 +23,8 @@ def sft_sequence(trajectory: Trajectory) -> Sequence:
 def grpo_sequences(trajectories: Seq[Trajectory], config: GRPOConfig) -> tuple[list[Sequence], float, dict[str, float]]:
     """Every sampled token of an episode gets the advantage of the episode inside its group.
 
-    Objective "dapo" drops groups without spread. Otherwise they count in the mean; as they carry no gradient (unless a KL or
-    entropy term gives them one), they are not computed: pass the returned denominator to `Learner.step`.
+    Objective "dapo" drops groups without spread. Otherwise they count in the mean; as they carry no gradient (unless a
+    KL or entropy term gives them one), they are not computed: pass the returned denominator to `Learner.step`.
 
     Args:
         trajectories: in any order; groups may be partial and their ids are `Trajectory.group`.

@@ -16,7 +16,7 @@ PER_TOKEN = {
     "ratio": "ratio_mean",  # 1 when sampler and learner agree; drift before any update means they do not
     "clipped": "clip_fraction",  # share of tokens whose gradient the clip removed; beyond ~0.2 steps are too large
     "old_kl": "approx_kl",  # k3 estimate of KL(behaviour || new), nats
-    "logprob_gap": "logprob_gap",  # mean |new - behaviour| log-prob; at the first iteration: the sampler's numeric noise
+    "logprob_gap": "logprob_gap",  # mean |new - behaviour| log-prob; before any update: the sampler's noise
     "reference_kl": "reference_kl",  # k3 to the reference policy, nats
 }
 
@@ -29,8 +29,8 @@ def combine(left: Mapping[str, Float[Array, ""]], right: Mapping[str, Float[Arra
 def finish(sums: Mapping[str, float], loss_sum: float, denominator: float) -> dict[str, float]:
     """Means over one optimizer step.
 
-    `loss`; the names of `PER_TOKEN` that the objective has; `ratio_max`; `tokens`: trained tokens; `filled_tokens`: tokens
-    that are not padding; `padding_share`: share of computed positions that were padding (wasted work).
+    `loss`; the names of `PER_TOKEN` that the objective has; `ratio_max`; `tokens`: trained tokens; `filled_tokens`:
+    tokens that are not padding; `padding_share`: share of computed positions that were padding (wasted work).
     """
     tokens = max(sums["tokens"], 1.0)
     out = {"loss": loss_sum / denominator if denominator else 0.0}

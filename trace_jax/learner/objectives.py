@@ -1,9 +1,9 @@
 """Objectives as pure functions of per-token streams.
 
-An objective maps (log-probs, entropies, batch) to per-token losses; an aggregation turns these into `(sum, denominator)`.
-Sums and denominators add up over micro-batches and devices and are divided once, at the end, so a result never depends on
-how the batch was split or padded. Masks select with `where`: whatever stands on a masked token, even inf or NaN, has no
-effect.
+An objective maps (log-probs, entropies, batch) to per-token losses; an aggregation turns these into `(sum,
+denominator)`. Sums and denominators add up over micro-batches and devices and are divided once, at the end, so a result
+never depends on how the batch was split or padded. Masks select with `where`: whatever stands on a masked token, even
+inf or NaN, has no effect.
 
 Axes: rows of a micro-batch, time (tokens).
 """
@@ -25,7 +25,7 @@ Sums = dict[str, Float[Array, ""]]
 # (log-probs, entropies, batch) -> (loss sum, denominator, metric sums and maxima of `metrics.py`)
 Objective = Callable[[Tokens, Tokens, LearnerBatch], tuple[Float[Array, ""], Float[Array, ""], Sums]]
 
-# A log-ratio beyond this is a bug elsewhere; the exponential must stay finite so that one token cannot make the step NaN.
+# A log-ratio beyond this is a bug elsewhere; the exponential must stay finite so that one token cannot spoil the step.
 LOG_RATIO_LIMIT = 20.0
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
@@ -61,8 +61,8 @@ def validate(config: GRPOConfig) -> None:
         raise ConfigError(f"`grpo.clip_high` is {config.clip_high}: it must be above 0")
     if config.objective == "dapo" and config.clip_high <= config.clip_low:
         raise ConfigError(
-            f"`grpo.objective` dapo clips higher above than below, but `grpo.clip_high` {config.clip_high} is not above "
-            f"`grpo.clip_low` {config.clip_low}: raise grpo.clip_high (0.28) or set grpo.objective to grpo"
+            f"`grpo.objective` dapo clips higher above than below, but `grpo.clip_high` {config.clip_high} is not "
+            f"above `grpo.clip_low` {config.clip_low}: raise grpo.clip_high (0.28) or set grpo.objective to grpo"
         )
     if config.aggregation == "seq_sum_constant" and not config.aggregation_constant > 0:
         raise ConfigError(f"`grpo.aggregation_constant` is {config.aggregation_constant}: it must be above 0")
@@ -98,7 +98,7 @@ def aggregate(
 def clipped_surrogate(
     log_ratio: Tokens, advantages: Tokens, clip_low: float, clip_high: float
 ) -> tuple[Tokens, Tokens]:
-    """`-min(ratio A, clip(ratio, 1 - low, 1 + high) A)` (PPO, arXiv 1707.06347), and where the clip took the gradient."""
+    """`-min(ratio A, clip(ratio, 1 - low, 1 + high) A)` (arXiv 1707.06347), and where the clip took the gradient."""
     ratio = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     raw, clipped = ratio * advantages, jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
     return -jnp.minimum(raw, clipped), clipped < raw
@@ -119,7 +119,7 @@ def policy_objective(
     kl_coefficient: float = 0.0,
     entropy_coefficient: float = 0.0,
 ) -> Objective:
-    """Clipped surrogate + kl_coefficient * k3 to the reference - entropy_coefficient * entropy, one aggregation for all."""
+    """Clipped surrogate + kl_coefficient * k3 to the reference - entropy_coefficient * entropy, aggregated together."""
 
     def objective(logprobs, entropies, batch):
         logprobs, entropies, batch = _select(logprobs, entropies, batch)
@@ -167,7 +167,7 @@ def grpo_objective(config: GRPOConfig) -> Objective:
 
 
 def _select(logprobs: Tokens, entropies: Tokens, batch: LearnerBatch) -> tuple[Tokens, Tokens, LearnerBatch]:
-    """Neutral values on masked tokens *before* any arithmetic: a `where` after it would still let a NaN into gradients."""
+    """Neutral values on masked tokens *before* any arithmetic: a `where` after it would let a NaN into gradients."""
     mask = batch.loss_mask
     return (
         jnp.where(mask, logprobs, 0.0),

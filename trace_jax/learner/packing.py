@@ -112,7 +112,7 @@ def pack(sequences: Seq[Sequence], row_length: int, rows: int) -> list[LearnerBa
     for i, s in enumerate(sequences):
         _check(i, s)
     places = layout([len(s) for s in sequences], row_length)
-    used = 1 + max((row for row, _ in places), default=-1)
+    used = 1 + max((row for row, _ in places), default=0)  # no sequences: one micro-batch of padding
     whole = empty_batch(row_length, -(-used // rows) * rows)
     segments_in_row = np.zeros(len(whole.ids), np.int32)
     for i in sorted(range(len(sequences)), key=places.__getitem__):
@@ -130,7 +130,7 @@ def pack(sequences: Seq[Sequence], row_length: int, rows: int) -> list[LearnerBa
 
 
 def unpack(values: Seq[Float[np.ndarray, "rows time"]], lengths: Seq[int], row_length: int) -> list[np.ndarray]:
-    """Per-token values of micro-batches (in the order of `pack`) as one array per sequence, in the order given there."""
+    """Per-token values of micro-batches (in the order of `pack`) as one array per sequence, in the order packed."""
     rows = np.concatenate([np.asarray(v) for v in values]) if values else np.zeros((0, row_length), np.float32)
     return [rows[row, start : start + n] for n, (row, start) in zip(lengths, layout(lengths, row_length), strict=True)]
 

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -91,8 +92,11 @@ def like_params(state: Any, params: Any, param_shardings: Any, mesh: Mesh) -> An
 
 
 def place(tree: Any, target: Any) -> Any:
-    """Copies arrays onto their shardings; the result never shares a buffer with the input, so it may be donated."""
-    return jax.tree.map(lambda a, s: jax.device_put(a, s, may_alias=False), tree, target)
+    """Copies arrays onto their shardings; the result never shares a buffer with the input, so it may be donated.
+
+    The explicit copy is needed: `device_put(may_alias=False)` still shares the local shard of a replicated array.
+    """
+    return jax.tree.map(lambda a, s: jax.device_put(jnp.array(a, copy=True), s), tree, target)
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:

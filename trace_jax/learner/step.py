@@ -1,14 +1,14 @@
 """The optimizer step: token streams in, new parameters out. It knows no task, no model and no algorithm.
 
-Gradients of loss *sums* are accumulated over micro-batches in float32, then divided once by the accumulated denominator,
-clipped by their global norm and applied. Two programs are compiled, `accumulate` and `apply`, whatever the number of
-micro-batches.
+Gradients of loss *sums* are accumulated over micro-batches in float32, then divided once by the accumulated
+denominator, clipped by their global norm and applied. Two programs are compiled, `accumulate` and `apply` (and one that
+makes zeros), whatever the number of micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -113,7 +113,7 @@ class Learner:
         """
         Args:
             total_steps: length of the schedule, optimizer steps.
-            axes: tree of the parameters with the tuple of logical axis names of each (`policy.transformer.logical_axes`).
+            axes: tree of the parameters with the tuple of logical axis names of each (`transformer.logical_axes`).
         """
         self.mesh = mesh
         self.axes = axes
@@ -132,12 +132,16 @@ class Learner:
 
     def init(self, params: Params) -> TrainState:
         """Fresh state on the mesh; the given parameters are copied and stay usable."""
-        params = sharding.place(params, sharding.shardings(params, self.axes, self.mesh))
+        params = self.place(params)
         shapes = self.state_like(params)
         opt_state = jax.jit(self._transform.init, out_shardings=jax.tree.map(lambda s: s.sharding, shapes.opt_state))
         return TrainState(
             step=jax.device_put(jnp.zeros((), jnp.int32), self._replicated), params=params, opt_state=opt_state(params)
         )
+
+    def place(self, params: Params) -> Params:
+        """A copy of parameters on the mesh, e.g. of the reference policy."""
+        return sharding.place(params, sharding.shardings(params, self.axes, self.mesh))
 
     def state_like(self, params: Params) -> TrainState:
         """Shapes, types and shardings of the state, for restoring a checkpoint without making one first."""
@@ -154,8 +158,14 @@ class Learner:
             opt_state=jax.tree.map(shape, opt_state, opt_shardings),
         )
 
-    def step(self, state: TrainState, batches: Sequence[LearnerBatch]) -> tuple[TrainState, dict[str, float]]:
+    def step(
+        self, state: TrainState, batches: Sequence[LearnerBatch], denominator: float = 0.0
+    ) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step over all micro-batches together.
+
+        Args:
+            denominator: of sequences that carry no gradient and were left out of the batches (`credit.grpo_sequences`);
+                it counts in the mean.
 
         Returns:
             The new state and the metrics of `metrics.finish`, plus `grad_norm` (before clipping), `learning_rate` and
@@ -172,14 +182,19 @@ class Learner:
         total = zeros()
         for i, batch in enumerate(batches):
             total = accumulate(state.params, total, placed if i == 0 else sharding.place_batch(batch, self.mesh))
-        state, (report, loss, denominator, rest) = apply(state, total)
-        report, loss, denominator, rest = jax.device_get((report, loss, denominator, rest))
-        numbers = reporting.finish({k: float(v) for k, v in report.items()}, float(loss), float(denominator))
+        state, results = apply(state, total, np.float32(denominator))
+        report, loss, whole, rest = jax.device_get(results)
+        numbers = reporting.finish({k: float(v) for k, v in report.items()}, float(loss), float(whole))
         return state, numbers | {k: float(v) for k, v in rest.items()}
 
     def logprobs(self, params: Params, batches: Sequence[LearnerBatch]) -> list[Float[np.ndarray, "rows time"]]:
         """Log-probs of every token of every micro-batch under some parameters; `packing.unpack` undoes the packing."""
         return [np.asarray(self._score(params, sharding.place_batch(b, self.mesh))) for b in batches]
+
+    def with_reference(self, params: Params, batches: Sequence[LearnerBatch]) -> list[LearnerBatch]:
+        """The micro-batches with the log-probs the KL penalty compares to: those of a frozen policy (see `place`)."""
+        scored = self.logprobs(params, batches)
+        return [replace(b, reference_logprobs=s) for b, s in zip(batches, scored, strict=True)]
 
     def compilations(self) -> int:
         """How many programs the train step has compiled so far (3 once it ran, whatever was fed)."""
@@ -204,13 +219,12 @@ class Learner:
                 "sums": reporting.combine(total["sums"], new["sums"]),
             }
 
-        def apply(state, total):
-            denominator = total["denominator"]
+        def apply(state, total, left_out):
+            denominator = total["denominator"] + left_out
             grads = jax.tree.map(lambda g: g / jnp.where(denominator > 0, denominator, 1.0), total["grads"])
-            norm = optax.global_norm(grads)
-            grads = jax.tree.map(
-                lambda g: g * jnp.minimum(1.0, self._config.clip_norm / jnp.maximum(norm, 1e-30)), grads
-            )
+            norm = optax.tree.norm(grads)
+            scale = jnp.minimum(1.0, self._config.clip_norm / jnp.maximum(norm, 1e-30))
+            grads = jax.tree.map(lambda g: g * scale, grads)
             updates, opt_state = self._transform.update(grads, state.opt_state, state.params)
             rate = self._schedule(state.step)
             params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
