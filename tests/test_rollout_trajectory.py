@@ -8,6 +8,8 @@ import pytest
 from trace_jax.config import ConfigError
 from trace_jax.rollout.trajectory import Trajectory, from_table, read_parquet, to_table, write_parquet
 
+SCALARS = ("versions", "status", "task_index", "group", "sample", "reward", "rewards", "tool_calls", "answer")
+
 
 def _trajectory(**changes) -> Trajectory:
     base = Trajectory(
@@ -39,17 +41,7 @@ def test_parquet_round_trip(tmp_path):
         for name in ("ids", "loss_mask", "logprobs", "turn_index"):
             before, after = getattr(original, name), getattr(restored, name)
             assert before.dtype == after.dtype and (before == after).all()
-        for name in (
-            "versions",
-            "status",
-            "task_index",
-            "group",
-            "sample",
-            "reward",
-            "rewards",
-            "tool_calls",
-            "answer",
-        ):
+        for name in SCALARS:
             assert getattr(original, name) == getattr(restored, name)
     assert restored.info == {} and list(tmp_path.rglob("*.partial")) == []
     first = read_parquet(path)[0]
