@@ -63,7 +63,7 @@ class Verdict:
     confounder: Float[Array, " E"]  # label's z minus the strongest confounder's z
     rival_cause: Float[Array, " E"]  # smallest margin by which another cause is eliminated
     rival_slice: Float[Array, " E"]  # log-likelihood gain of the label's slice minus the best rival slice's
-    # At the label's level (slice for segment causes, else campaign): impressions (share of impressions in a slice, volume
-    # against the siblings else), CTR, CVR, CPC, in-stock share.
+    # At the level of the label (slice or campaign): impressions (share of impressions in a slice, else volume
+    # against the siblings), CTR, CVR, CPC, in-stock share.
     evidence_z: Float[Array, "E M"]
     evidence_change: Float[Array, "E M"]  # natural-log change of the same
