@@ -20,6 +20,7 @@ from trace_jax.config import (
     SimulatorConfig,
     TokenizerConfig,
 )
+from trace_jax.learner import packing
 from trace_jax.policy.transformer import Transformer
 
 TINY = RunConfig(
@@ -67,8 +68,9 @@ def test_flops_are_six_per_matmul_weight_and_the_attended_tokens(tied):
 
 def test_sequences_fill_the_rows_they_are_meant_for():
     sequences = learner._sequences(64, 8, 50)
-    assert 0.8 * 8 * 64 < sum(map(len, sequences)) <= 8 * 64
-    assert all(len(s) <= 32 and s.ids.max() < 50 and s.loss_mask.any() and not s.loss_mask[0] for s in sequences)
+    (batch,) = packing.pack(sequences, 64, 8)
+    assert 0.8 * 8 * 64 < sum(map(len, sequences)) == (batch.segments > 0).sum()
+    assert all(len(s) <= 32 and s.ids.max() < 50 and not s.loss_mask[0] for s in sequences)
 
 
 def test_timing_counts_the_calls_it_should():

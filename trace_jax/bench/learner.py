@@ -35,14 +35,15 @@ def flops_per_token(policy: PolicyConfig, vocab_size: int, attended: float) -> f
 
 
 def _sequences(row_length: int, rows: int, vocab_size: int) -> list[packing.Sequence]:
-    """Random sequences a fifth to a half of a row long, about as many as `rows` rows hold."""
+    """Random sequences a tenth to a half of a row long, as many as fit `rows` rows."""
     rng = np.random.default_rng(0)
-    result, total = [], 0
+    lengths: list[int] = []
     while True:
-        length = int(rng.integers(max(row_length // 5, 2), row_length // 2 + 1))
-        if total + length > 0.95 * rows * row_length:
-            return result
-        total += length
+        lengths.append(int(rng.integers(max(row_length // 10, 2), row_length // 2 + 1)))
+        if max(row for row, _ in packing.layout(lengths, row_length)) >= rows:
+            break
+    result = []
+    for length in lengths[:-1]:
         mask = rng.random(length) < 0.4
         mask[0] = False
         result.append(
@@ -53,6 +54,7 @@ def _sequences(row_length: int, rows: int, vocab_size: int) -> list[packing.Sequ
                 old_logprobs=np.full(length, -np.log(vocab_size), np.float32),
             )
         )
+    return result
 
 
 def run(config: RunConfig, repeats: int) -> dict[str, Any]:
