@@ -40,18 +40,24 @@ class KVCache:
         return self.k[0].shape[3]
 
     def take(self, rows: Int[Array, " n"]) -> KVCache:
-        """The cache of some rows, in the order given."""
-        return jax.tree.map(lambda x: x[rows], self)
+        """The cache of some rows, in the order given; an index beyond the batch gives the last row."""
+        return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), self)
 
-    def resize(self, length: int) -> KVCache:
-        """A copy with room for `length` positions: zeros are added or the last positions dropped.
+    def put(self, rows: Int[Array, " n"], part: KVCache) -> KVCache:
+        """Writes the rows of `part`, which may be shorter in time; an index beyond the batch writes nothing."""
+        span = part.length
+        return KVCache(
+            k=tuple(k.at[rows, :, :, :span].set(p, mode="drop") for k, p in zip(self.k, part.k, strict=True)),
+            v=tuple(v.at[rows, :, :span].set(p, mode="drop") for v, p in zip(self.v, part.v, strict=True)),
+        )
 
-        A decoding step whose `attend` equals the length of the cache copies nothing, so a cache is best allocated at
-        the prefix needed now and resized when the longest row outgrows it.
+    def grow(self, length: int) -> KVCache:
+        """The same rows with room for `length` positions, at least as many as now.
+
+        A decoding step that attends to the whole length copies nothing, so a cache is best allocated at the prefix
+        needed now and grown when the longest row fills it.
         """
         extra = length - self.length
-        if extra <= 0:
-            return KVCache(k=tuple(k[..., :length] for k in self.k), v=tuple(v[:, :, :length] for v in self.v))
         return KVCache(
             k=tuple(jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, extra))) for k in self.k),
             v=tuple(jnp.pad(v, ((0, 0), (0, 0), (0, extra), (0, 0))) for v in self.v),

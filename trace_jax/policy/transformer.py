@@ -97,12 +97,13 @@ class Transformer(nnx.Module):
 
     def decode(
         self,
-        ids: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        valid: Bool[Array, "B T"],
+        ids: Int[Array, "n T"],
+        positions: Int[Array, "n T"],
+        valid: Bool[Array, "n T"],
         cache: KVCache,
-        attend: int,
-    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        attend: int | None = None,
+        rows: Int[Array, " n"] | None = None,
+    ) -> tuple[Float[Array, "n T D"], KVCache]:
         """Hidden states of the next tokens of each row; their keys and values are written at `positions`.
 
         Args:
@@ -111,19 +112,24 @@ class Transformer(nnx.Module):
             valid: False for a token that is not there: it writes nothing and its hidden state means nothing.
             cache: donate it to the jitted caller, then the writes happen in place.
             attend: static; queries look at the first `attend` cache positions, so it must exceed every valid position.
-                Nothing is copied when it equals `cache.length` (see `KVCache.resize`).
+                The default, the whole length, copies nothing (see `KVCache.grow`).
+            rows: cache row of each row of the call, when the call covers only some of them or in another order.
         """
         rope = attention.rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
-        rows = jnp.arange(ids.shape[0])[:, None]
+        target = (jnp.arange(ids.shape[0]) if rows is None else rows)[:, None]
         slots = jnp.where(valid, positions, cache.length)  # out of range: dropped
-
+        attend = cache.length if attend is None else attend
         x, keys, values = self._embed(ids), [], []
         for index, (k_cache, v_cache) in enumerate(zip(cache.k, cache.v, strict=True)):
             weights = {name: stacked[index] for name, stacked in self._layer_weights().items()}
             q, k, v = self._project(x, weights, rope)
-            keys.append(k_cache.at[rows, :, :, slots].set(k.astype(k_cache.dtype), mode="drop"))
-            values.append(v_cache.at[rows, :, slots].set(v.astype(v_cache.dtype), mode="drop"))
-            attended = attention.cache_attention(q, keys[-1][..., :attend], values[-1][:, :, :attend], positions)
+            k = k_cache.at[target, :, :, slots].set(k.astype(k_cache.dtype), mode="drop")
+            v = v_cache.at[target, :, slots].set(v.astype(v_cache.dtype), mode="drop")
+            keys.append(k)
+            values.append(v)
+            if rows is not None:
+                k, v = k.at[rows].get(mode="clip"), v.at[rows].get(mode="clip")
+            attended = attention.cache_attention(q, k[..., :attend], v[:, :, :attend], positions)
             x = self._residual_mlp(self._residual_attention(x, attended, weights), weights)
         return rms_norm(x, self.final_norm[...], self.cfg.norm_eps), KVCache(k=tuple(keys), v=tuple(values))
 
