@@ -3,14 +3,12 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from trace_jax.config import ConfigError, PolicyConfig, RolloutConfig
 from trace_jax.policy.transformer import Transformer, token_logprobs
-from trace_jax.rollout import cache as kv
 from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.programs import CHUNKS, batch_buckets, length_buckets
 from trace_jax.rollout.sampling import Sampling
@@ -171,27 +169,6 @@ def test_compiled_programs_are_bounded(model):
     for salt in (1, 2):
         play(engine, prompts_of(44), range(44), turns=2, salt=salt, sampling=Sampling(0.7))
     assert engine.compiled <= bound
-
-
-def test_cache_decoding_equals_the_policys_own(model):
-    """The engine's cache layout changes nothing: chunk by chunk it gives the hidden states of the full forward pass."""
-    rng = np.random.default_rng(5)
-    ids = rng.integers(0, VOCABULARY, (3, 32)).astype(np.int32)
-    positions = np.broadcast_to(np.arange(32), ids.shape)
-    full = jax.jit(model)(ids, positions, np.ones_like(ids))
-    decode = jax.jit(kv.decode)
-    cache = kv.new(POLICY, 5, 64, "float32")
-    rows = jnp.array([4, 0, 2])
-    pieces = []
-    for start, stop in ((0, 13), (13, 14), (14, 32)):
-        valid = np.ones((3, stop - start), bool)
-        hidden, cache = decode(model, ids[:, start:stop], positions[:, start:stop], valid, cache, rows)
-        pieces.append(hidden)
-    np.testing.assert_allclose(np.concatenate(pieces, 1), full, atol=1e-5)
-    assert not np.asarray(cache.k[0][1]).any() and not np.asarray(cache.v[1][3]).any()  # other rows untouched
-    moved = kv.put(kv.new(POLICY, 2, 128, "float32"), jnp.array([1, 9]), kv.take(cache, jnp.array([4, 0])))
-    np.testing.assert_array_equal(moved.k[1][1, :, :, :64], cache.k[1][4])
-    np.testing.assert_array_equal(kv.grow(cache, 96).v[0][:, :, :64], cache.v[0])
 
 
 def test_bfloat16_cache_stays_close(model):

@@ -17,7 +17,8 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from trace_jax.config import PolicyConfig, RolloutConfig
-from trace_jax.rollout import cache as kv
+from trace_jax.policy import cache as kv_cache
+from trace_jax.policy.cache import KVCache
 from trace_jax.rollout.programs import CHUNKS, PREFILL_ROWS, Programs, State, batch_buckets, fit, length_buckets
 from trace_jax.rollout.sampling import Sampling
 
@@ -59,7 +60,7 @@ class Lane:
             row: _Row(seed=(seeds[row] >> 32, seeds[row] & 0xFFFFFFFF), pending=prompt, slot=slot)
             for slot, (row, prompt) in enumerate(prompts.items())
         }
-        self._cache: kv.LayerCache | None = None
+        self._cache: KVCache | None = None
         self.seconds = {"prefill": 0.0, "decode": 0.0}
 
     def extend(self, row: int, ids: np.ndarray) -> None:
@@ -86,7 +87,7 @@ class Lane:
         length = fit(self._lengths, min(wanted, self._lengths[-1]))
         if self._cache is None:
             batch = fit(self._sizes, len(self._rows))
-            self._cache = kv.new(self._policy, batch, length, self._config.cache_dtype)
+            self._cache = kv_cache.new(self._policy, batch, length, self._config.cache_dtype)
         elif length > self._cache.length:
             self._cache = self._programs.grow(self._cache, length)
 
@@ -133,7 +134,7 @@ class Lane:
         stopped = np.zeros(len(rows), bool)
         turns: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in rows]
         slots = np.array([row.slot for row in rows])  # in the batch that is decoding
-        copies: list[tuple[np.ndarray, kv.LayerCache]] = []  # (slots in the lane's cache, copy), each inside the former
+        copies: list[tuple[np.ndarray, KVCache]] = []  # (slots in the lane's cache, copy), each inside the former
         while len(active := np.flatnonzero(~stopped & (left > 0))):
             work = copies[-1][1] if copies else self._cache
             size = fit(self._sizes, len(active))
@@ -173,7 +174,7 @@ class Lane:
         """The batch that decoding moves to once enough rows have stopped; 0 in the smallest, which runs to the end."""
         return max((size for size in self._sizes if size < batch), default=0)
 
-    def _write_back(self, copies: Sequence[tuple[np.ndarray, kv.LayerCache]]) -> None:
+    def _write_back(self, copies: Sequence[tuple[np.ndarray, KVCache]]) -> None:
         for slots, part in copies:
             if part.length > self._cache.length:
                 self._cache = self._programs.grow(self._cache, part.length)

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from trace_jax.rollout import cache as kv
+from trace_jax.policy.cache import KVCache
 from trace_jax.rollout.sampling import Sampling, draw, token_keys
 
 CHUNKS = (32, 16)  # widths of a prefill call
@@ -71,9 +71,9 @@ class Programs:
         self._width = turn_tokens
         self._decode = jax.jit(self._decode_loop, static_argnames=("greedy", "top_k"), donate_argnums=(1,))
         self.prefill = jax.jit(self._prefill_chunk, donate_argnums=(1,))
-        self.take = jax.jit(kv.take)
-        self.put = jax.jit(kv.put, donate_argnums=(0,))
-        self.grow = jax.jit(kv.grow, static_argnums=(1,))
+        self.take = jax.jit(KVCache.take)
+        self.put = jax.jit(KVCache.put, donate_argnums=(0,))
+        self.grow = jax.jit(KVCache.grow, static_argnums=(1,))
 
     @property
     def compiled(self) -> int:
@@ -94,20 +94,20 @@ class Programs:
     def _prefill_chunk(
         self,
         params,
-        cache: kv.LayerCache,
+        cache: KVCache,
         ids: Int[Array, "R T"],
         starts: Int[Array, " R"],
         counts: Int[Array, " R"],
         slots: Int[Array, " R"],
-    ) -> kv.LayerCache:
+    ) -> KVCache:
         offsets = jnp.arange(ids.shape[1])[None]
         model = nnx.merge(self._structure, params)
-        return kv.decode(model, ids, starts[:, None] + offsets, offsets < counts[:, None], cache, slots)[1]
+        return model.decode(ids, starts[:, None] + offsets, offsets < counts[:, None], cache, rows=slots)[1]
 
     def _decode_loop(
         self,
         params,
-        cache: kv.LayerCache,
+        cache: KVCache,
         state: State,
         seeds: UInt32[Array, "B 2"],
         smaller: Int[Array, ""],
@@ -131,7 +131,7 @@ class Programs:
         def body(carry):
             step, cache, state, ids, logprobs, stopped = carry
             active = running(state)
-            hidden, cache = kv.decode(model, state.token[:, None], state.position[:, None], active[:, None], cache)
+            hidden, cache = model.decode(state.token[:, None], state.position[:, None], active[:, None], cache)
             position = state.position + 1
             keys = token_keys(seeds, position)
             token, logprob = draw(keys, model.logits(hidden[:, 0]), temperature, greedy=greedy, top_k=top_k)

@@ -63,17 +63,6 @@ def check_training(sampling: Sampling) -> None:
         )
 
 
-def log_probs(
-    logits: Float[Array, "*rows V"], temperature: float | Float[Array, ""], top_k: int = 0
-) -> Float[Array, "*rows V"]:
-    """Log-probabilities of softmax(logits / temperature), restricted to the `top_k` largest logits when `top_k` > 0."""
-    scaled = logits.astype(jnp.float32) / temperature
-    if 0 < top_k < logits.shape[-1]:
-        kept = jax.lax.top_k(scaled, top_k)[0][..., -1:]
-        scaled = jnp.where(scaled >= kept, scaled, -jnp.inf)
-    return jax.nn.log_softmax(scaled, axis=-1)
-
-
 def token_keys(seeds: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Array:
     """One PRNG key per row from the row's seed and the position of the token to draw.
 
@@ -87,7 +76,7 @@ def token_keys(seeds: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Arra
 def draw(
     keys: Array, logits: Float[Array, "B V"], temperature: Float[Array, ""], *, greedy: bool = False, top_k: int = 0
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Draws one token per row.
+    """Draws one token per row from softmax(logits / temperature), of the `top_k` largest logits when `top_k` > 0.
 
     One uniform number per row is inverted through the cumulative distribution, first over blocks of about sqrt(V) ids,
     then inside the block: a row costs one random number instead of V, and two short sums instead of one long one.
@@ -98,20 +87,23 @@ def draw(
     if greedy:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return tokens, jnp.full(tokens.shape, jnp.nan, jnp.float32)
-    scores = log_probs(logits, temperature, top_k)
+    scores = logits.astype(jnp.float32) / temperature
+    if 0 < top_k < scores.shape[-1]:
+        scores = jnp.where(scores >= jax.lax.top_k(scores, top_k)[0][:, -1:], scores, -jnp.inf)
+    scores -= jnp.max(scores, axis=-1, keepdims=True)
     rows, vocabulary = scores.shape
     block = 1 << (max(vocabulary - 1, 1).bit_length() + 1) // 2
-    padding = -vocabulary % block
-    probs = jnp.pad(jnp.exp(scores), ((0, 0), (0, padding))).reshape(rows, -1, block)
-    masses = probs.sum(-1)
-    cumulative = _running_sum(masses)
-    threshold = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys) * cumulative[:, -1]
-    chosen = _first_above(cumulative, masses, threshold)
+    masses = jnp.pad(jnp.exp(scores), ((0, 0), (0, -vocabulary % block))).reshape(rows, -1, block)
+    of_blocks = masses.sum(-1)
+    cumulative = _running_sum(of_blocks)
+    total = cumulative[:, -1]
+    threshold = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys) * total
+    chosen = _first_above(cumulative, of_blocks, threshold)
     row = jnp.arange(rows)
-    inside = probs[row, chosen]
-    rest = threshold - (cumulative[row, chosen] - masses[row, chosen])
+    inside = masses[row, chosen]
+    rest = threshold - (cumulative[row, chosen] - of_blocks[row, chosen])
     tokens = chosen * block + _first_above(_running_sum(inside), inside, rest)
-    return tokens, scores[row, tokens]
+    return tokens, scores[row, tokens] - jnp.log(total)
 
 
 def _running_sum(x: Float[Array, "B n"]) -> Float[Array, "B n"]:
