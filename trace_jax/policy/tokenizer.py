@@ -194,7 +194,8 @@ def _train(texts: list[str], vocab_size: int, control: list[str], symbols: list[
             split_by_whitespace=False,
             split_by_unicode_script=False,
             byte_fallback=True,
-            required_chars=alphabet,
+            required_chars=alphabet
+            + _SPACE,  # without its own piece a space would be spelled in the bytes of its escape
             character_coverage=1.0,
             control_symbols=control,
             user_defined_symbols=symbols,
