@@ -44,7 +44,7 @@ def main(directory, until, trouble=None):
     graphdef, params = nnx.split(model, nnx.Param)
     learner = Learner(
         transformer_logprobs(graphdef),
-        grpo_objective(GRPOConfig()),
+        grpo_objective(GRPOConfig(clip_low=0.9, clip_high=9.0)),  # wide: every step has a gradient
         OptimizerConfig(schedule="cosine", warmup_steps=2),
         6,
         sharding.make_mesh(MeshConfig(), jax.devices()[:1]),

@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -145,46 +144,32 @@ def run(directory, until, trouble=()):
     return done.returncode, json.loads(out[-1]) if out else None, done.stderr
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    code, result, stderr = run(tmp_path_factory.mktemp("whole"), 6)
+def test_resume_is_exact(tmp_path):
+    """Case 8 of trainer: 6 steps in one process = 3 steps, two saves that fail, a new process, 3 more; bit for bit."""
+    code, uninterrupted, stderr = run(tmp_path / "whole", 6)
     assert code == 0, stderr[-2000:]
-    return result
 
-
-@pytest.fixture(scope="module")
-def half_way(tmp_path_factory):
-    """A run saved after three of six steps."""
-    directory = tmp_path_factory.mktemp("half")
-    code, result, stderr = run(directory, 3)
+    directory = tmp_path / "parts"
+    code, middle, stderr = run(directory, 3)
     assert code == 0, stderr[-2000:]
     # two steps a batch: one batch consumed, half of the next one done
-    assert result["extra"]["cursor"] == 2 and result["extra"]["iteration"] == 1
-    return directory
+    assert middle["extra"]["cursor"] == 2 and middle["extra"]["iteration"] == 1
 
-
-def test_resume_is_exact(tmp_path, half_way, uninterrupted):
-    """Case 8 of trainer: 6 steps = 3 + new process (killed in its save) + resume from 3 + 3, bit for bit."""
-    tmp_path = shutil.copytree(half_way, tmp_path / "c")
-    code, _, _ = run(tmp_path, 5, ["kill"])
-    assert code == -signal.SIGKILL and (tmp_path / ".partial-00000005").exists()
-    code, end, stderr = run(tmp_path, 6)
-    assert code == 0, stderr[-2000:]
-    assert "skipping incomplete checkpoint" in stderr
-    assert end == uninterrupted
-    assert end["extra"]["cursor"] == 6 and len(end["extra"]["consumed"]) == 6
-
-
-def test_second_interrupt_aborts_a_save(tmp_path, half_way):
-    """A second Ctrl-C does not wait for the save; the previous checkpoint stays whole."""
-    tmp_path = shutil.copytree(half_way, tmp_path / "c")
-    # two items, an interrupt after each: the first is held back, the second ends the process
-    code, _, stderr = run(tmp_path, 4, ["interrupt"])
+    # two items, Ctrl-C after each: the first is held back, the second ends the process in the middle of its save
+    code, _, stderr = run(directory, 4, ["interrupt"])
     assert code != 0 and "KeyboardInterrupt" in stderr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        store = CheckpointStore(tmp_path)
-        assert store.steps() == [3] and store.extra(3)["cursor"] == 2
+        assert CheckpointStore(directory).steps() == [3]
+
+    code, _, _ = run(directory, 5, ["kill"])
+    assert code == -signal.SIGKILL and (directory / ".partial-00000005").exists()
+
+    code, end, stderr = run(directory, 6)
+    assert code == 0, stderr[-2000:]
+    assert "skipping incomplete checkpoint" in stderr
+    assert end == uninterrupted and end["metrics"]["grad_norm"] > 0
+    assert end["extra"]["cursor"] == 6 and len(end["extra"]["consumed"]) == 6
 
 
 def test_one_interrupt_is_delivered_after_the_save(tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import signal
 import threading
@@ -58,7 +59,7 @@ class CheckpointStore:
         flat = {name: _flatten(tree) for name, tree in items.items()}
         final, partial = self._path(step), self.directory / f"{PARTIAL}{step:08d}"
         text = json.dumps({"format": FORMAT, "step": step, "extra": extra, "arrays": _describe(flat)})
-        with _deferred_interrupt():
+        with _deferred_interrupt(), _quiet():
             try:
                 self._remove_partial()
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,8 @@ class CheckpointStore:
         restored = {}
         for name, like in items.items():
             try:
-                arrays = self._orbax.restore(path / name, args=ocp.args.StandardRestore(_abstract(_flatten(like))))
+                with _quiet():
+                    arrays = self._orbax.restore(path / name, args=ocp.args.StandardRestore(_abstract(_flatten(like))))
             except Exception as error:
                 raise ConfigError(f"checkpoint {path} cannot be read ({_one_line(error)}): {_mend(path)}") from error
             names = list(_flatten(like))
@@ -254,6 +256,18 @@ def _deferred_interrupt() -> Iterator[None]:
             previous(signal.SIGINT, None)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps orbax from logging a traceback for a failure that becomes one line here."""
+    logger = logging.getLogger("absl")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _flatten(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator=".") or "value": leaf for path, leaf in leaves}
@@ -301,4 +315,7 @@ def _mend(path: epath.Path) -> str:
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
+    for cause in ("No space left on device", "Disk quota exceeded", "File too large", "Permission denied"):
+        if cause in text:  # tensorstore buries it under a list of nested paths
+            return cause.lower()
     return text if len(text) <= 160 else text[:157] + "..."
