@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from trace_jax.config import ConfigError, TokenizerConfig
 from trace_jax.policy import fragments
 from trace_jax.policy.chat import CONTROL
+from trace_jax.policy.hf_tokenizer import tokenizer_json
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 
 PLACES = ("TOP_OF_SEARCH", "REST_OF_SEARCH", "PRODUCT_PAGE")
@@ -49,6 +50,17 @@ def test_round_trip_is_exact_and_never_a_control_token(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not any(tokenizer.is_control(i) for i in ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(pieces_of_trouble, st.sampled_from(messages(3)), st.text(max_size=5)), max_size=8))
+def test_tokenizer_json_gives_the_same_ids_to_other_software(tokenizer, parts):
+    tokenizers = pytest.importorskip("tokenizers")
+    text = "".join(parts).replace("\u2581", "").replace("<", "")
+    other = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(tokenizer)))
+    ids = other.encode(text, add_special_tokens=False).ids
+    assert ids == tokenizer.encode(text)
+    assert other.decode(ids) == text
 
 
 def test_lone_surrogates_do_not_stop_an_episode(tokenizer):

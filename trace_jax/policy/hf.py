@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from trace_jax.config import ConfigError, PolicyConfig
 from trace_jax.policy.chat import NanoChat
+from trace_jax.policy.hf_tokenizer import tokenizer_json
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.policy.transformer import Transformer
 
@@ -44,28 +45,19 @@ def export(directory: str | Path, model: Transformer, tokenizer: SentencePieceTo
         ConfigError: the directory cannot be written.
     """
     directory = Path(directory)
-    added = {
-        str(token): {"content": tokenizer.piece(token), "special": True, "normalized": False}
-        for token in range(tokenizer.vocab_size)
-        if tokenizer.is_control(token)
-    }
     end, pad = tokenizer.piece(chat.stop_id), tokenizer.piece(tokenizer.pad_id)
     ends = {"eos_token_id": chat.stop_id, "pad_token_id": tokenizer.pad_id}
     files = {
         CONFIG: config_json(model.cfg, model.vocab_size) | ends,
         "generation_config.json": ends | {"do_sample": True},
+        "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": {
-            "tokenizer_class": "LlamaTokenizer",
-            "legacy": False,
-            "add_prefix_space": False,
-            "add_bos_token": False,
-            "add_eos_token": False,
+            "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             "bos_token": None,
             "eos_token": end,
             "pad_token": pad,
             "unk_token": "<unk>",
-            "added_tokens_decoder": added,
             "chat_template": chat.template,
             "model_max_length": model.cfg.max_length,
         },
@@ -75,7 +67,7 @@ def export(directory: str | Path, model: Transformer, tokenizer: SentencePieceTo
         safetensors.numpy.save_file(tensors(model), directory / WEIGHTS, metadata={"format": "pt"})
         tokenizer.save(directory / TOKENIZER)
         for name, content in files.items():
-            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+            (directory / name).write_text(json.dumps(content, indent=1) + "\n")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"export: cannot write {directory}: {error}") from error
 

@@ -109,6 +109,29 @@ class SentencePieceTokenizer:
         return len(self._pieces)
 
     @property
+    def pieces(self) -> list[str]:
+        """The pieces as the model file spells them, by id."""
+        return list(self._pieces)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of each id: "control" (padding and unknown too), "user" (fragments, identifiers), "byte" or "normal"."""
+        byte = [self._processor.is_byte(i) for i in range(self.vocab_size)]
+        first = byte.index(True)  # the trainer puts symbols given to it before the bytes, and learned pieces after
+
+        def kind(token: int) -> str:
+            if self._control[token]:
+                return "control"
+            return "byte" if byte[token] else "user" if token < first else "normal"
+
+        return [kind(token) for token in range(self.vocab_size)]
+
+    @property
+    def scores(self) -> list[float]:
+        """Merge priority of each id, higher first."""
+        return [self._processor.get_score(i) for i in range(self.vocab_size)]
+
+    @property
     def pad_id(self) -> int:
         """Id that fills unused places; masks come from lengths, never from this id."""
         return self._processor.pad_id()
