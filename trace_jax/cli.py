@@ -206,9 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             return 1
         where = f" {error.filename}" if error.filename else ""
-        print(
-            f"trace-jax: cannot write or read{where}: {os.strerror(error.errno)}; mend it and --resume", file=sys.stderr
-        )
+        reason = os.strerror(error.errno).lower()
+        print(f"trace-jax: cannot write{where}: {reason}; mend that and continue with --resume", file=sys.stderr)
         return 2
     except Exception as error:
         traceback.print_exc()

@@ -16,7 +16,7 @@ from trace_jax.recipes.workspace import Workspace
 
 
 def command(run_dir: Path, config: RunConfig, *, stage: str, out: Path | None) -> dict[str, Any]:
-    """Writes the policy of a stage ("latest": the most advanced) to `out`, by default `export/` of the run directory."""
+    """Writes the policy of a stage ("latest": the most advanced) to `out`, by default `export/` of the run."""
     with RunDirectory.open(run_dir, config) as run, Interrupt() as interrupt:
         work = Workspace(run, Progress(), interrupt)
         stage = work.latest_stage() if stage == "latest" else stage
@@ -28,5 +28,5 @@ def command(run_dir: Path, config: RunConfig, *, stage: str, out: Path | None) -
 def write(work: Workspace, stage: str, out: Path) -> Path:
     """safetensors, `config.json`, generation settings and tokenizer of a stage's newest checkpoint."""
     model = nnx.merge(nnx.graphdef(work.model), work.trained_params(stage))
-    hf.export(out, model, work.config.policy, work.chat.tokenizer, work.chat)
+    hf.export(out, model, work.chat.tokenizer, work.chat)
     return out

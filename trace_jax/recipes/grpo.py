@@ -99,7 +99,9 @@ def _collect(
         stats=stats,
     )
     right = float(np.mean([bool(t.info.get("full_right")) for t in trajectories]))
-    return trajectories, metrics(trajectories, stats) | {"full_right": right}
+    figures = metrics(trajectories, stats)
+    figures["rollout_tokens"] = figures.pop("tokens")  # the learner's `tokens` are those trained on
+    return trajectories, figures | {"full_right": right}
 
 
 def _validate(work: Workspace, step: int) -> dict[str, float]:

@@ -32,7 +32,7 @@ from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.simulator.stream import accepted_episodes, paper_composition
 from trace_jax.warehouse.splits import EpisodeSet
 
-CHUNK = 512  # episodes of a chunk
+CHUNK = 2048  # episodes of a chunk; a small one wastes most of the proposals of each stratum's batch
 TASK = 16  # episodes that a worker handles at a time
 TOO_LONG = 0.01  # share of transcripts that may exceed the rollout limits; they are left out
 
@@ -72,19 +72,36 @@ def _investigate(config: RunConfig, chunk: int, start: int, episodes: EpisodeSet
     return outcome
 
 
-def _chunk(config: RunConfig, chunk: int, size: int, pool: concurrent.futures.Executor | None) -> list[Lesson | str]:
-    name = f"teacher-{chunk}"
-    episodes = EpisodeSet(
-        *accepted_episodes(config.simulator, config.data.seed, name, paper_composition(size)), split=name
-    )
-    starts = range(0, len(episodes), TASK)
-    slices = [episodes.slice(s, min(s + TASK, len(episodes))) for s in starts]
-    if pool is None:
-        parts = [_investigate(config, chunk, s, part) for s, part in zip(starts, slices, strict=True)]
-    else:
-        jobs = [pool.submit(_investigate, config, chunk, s, p) for s, p in zip(starts, slices, strict=True)]
-        parts = [job.result() for job in jobs]
-    return [outcome for part in parts for outcome in part]
+class _Chunks:
+    """Chunks of investigations; the next chunk's episodes are simulated while workers are busy with this one."""
+
+    def __init__(self, config: RunConfig, size: int, pool: concurrent.futures.Executor | None):
+        self._config, self._size, self._pool = config, size, pool
+        self._ahead: tuple[int, list[concurrent.futures.Future]] | None = None
+
+    def get(self, chunk: int, more: bool) -> list[Lesson | str]:
+        """Outcomes of a chunk; `more`: the following chunk is likely to be wanted."""
+        if self._pool is None:
+            return [o for start, part in self._slices(chunk) for o in _investigate(self._config, chunk, start, part)]
+        if self._ahead is None or self._ahead[0] != chunk:
+            self._ahead = (chunk, self._submit(chunk))
+        jobs = self._ahead[1]
+        self._ahead = (chunk + 1, self._submit(chunk + 1)) if more else None
+        return [outcome for job in jobs for outcome in job.result()]
+
+    def _slices(self, chunk: int) -> list[tuple[int, EpisodeSet]]:
+        name = f"teacher-{chunk}"
+        composition = paper_composition(self._size)
+        episodes = EpisodeSet(
+            *accepted_episodes(self._config.simulator, self._config.data.seed, name, composition), split=name
+        )
+        starts = range(0, len(episodes), TASK)
+        return [(start, episodes.slice(start, min(start + TASK, len(episodes)))) for start in starts]
+
+    def _submit(self, chunk: int) -> list[concurrent.futures.Future]:
+        return [
+            self._pool.submit(_investigate, self._config, chunk, start, part) for start, part in self._slices(chunk)
+        ]
 
 
 @contextlib.contextmanager
@@ -112,15 +129,15 @@ def build(run: RunDirectory, progress: Progress, interrupt: Interrupt) -> list[L
     size = min(CHUNK, wanted + wanted // 4)
     lessons: list[Lesson] = []
     with contextlib.ExitStack() as stack:
-        pool, started = None, False
+        chunks: _Chunks | None = None
         bar = stack.enter_context(progress.bar("teacher", wanted))
         for chunk in itertools.count():
             path = folder / f"{chunk:05d}.parquet"
             if not path.exists():
-                if not started:
-                    pool, started = stack.enter_context(_workers(config.sft.teacher_workers)), True
+                if chunks is None:
+                    chunks = _Chunks(config, size, stack.enter_context(_workers(config.sft.teacher_workers)))
                 with interrupt.abortable():
-                    outcome = _chunk(config, chunk, size, pool)
+                    outcome = chunks.get(chunk, more=len(lessons) + 0.9 * size < wanted)
                 run.truncate("teacher", chunk)
                 run.log("teacher", chunk + 1, _shares(outcome))
                 _write(path, outcome)

@@ -1,0 +1,197 @@
+"""The whole recipe at its smallest: what it leaves behind, bad input on a run, exact resume after interruptions."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+
+import jax
+import numpy as np
+from recipes_helpers import CONFIG, compile_cache, reached, records, smoke, start, unfinished_copy, wait_until
+
+from trace_jax import cli
+from trace_jax.learner.checkpoint import CheckpointStore
+from trace_jax.policy import hf
+from trace_jax.rollout.trajectory import read_parquet
+from trace_jax.simulator.vocabulary import CAUSE_NAMES, EPISODE_TYPES
+
+__all__ = ["compile_cache", "smoke"]  # fixtures
+
+KEYS = {"cause_at_1", "full_attr_at_1", "full_attr_at_5", "jaccard", "no_signal", "parsed", "tool_calls"}
+
+
+def check_results(result):
+    assert KEYS | {"by_type", "by_cause"} <= result.keys()
+    assert set(result["by_type"]) == set(EPISODE_TYPES) and set(result["by_cause"]) == set(CAUSE_NAMES)
+    for value in [*(result[k] for k in KEYS), *result["by_type"].values(), *result["by_cause"].values()]:
+        assert set(value) == {"value", "low", "high"}
+
+
+def bad(capsys, *argv):
+    assert cli.main([str(a) for a in argv]) == 2
+    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trace-jax: ")]
+    assert len(err) == 1, err
+    return err[0]
+
+
+def test_the_run_leaves_what_the_readme_says(smoke):
+    run, done = smoke
+    check_results(json.loads(done["stdout"].splitlines()[-1]))
+    assert "SFT->GRPO" in done["stdout"] and "analyst" in done["stdout"]
+    for name in ("config.yaml", "tokenizer.model", "export/model.safetensors", "export/config.json", "report.html"):
+        assert (run / name).is_file(), name
+    stages = {r["stage"] for r in records(run)}
+    assert stages == {"teacher", "sft", "validation", "grpo"}
+    assert [r["step"] for r in records(run) if r["stage"] == "grpo"] == [1, 2, 3, 4]
+    assert [r["step"] for r in records(run) if r["stage"] == "validation"] == [0, 2]
+    grpo = [r for r in records(run) if r["stage"] == "grpo"]
+    assert max(r["sampler_gap"] for r in grpo) < 1e-4  # sampler and learner mean the same distribution
+    assert {p.stem for p in (run / "evaluation").glob("*.json")} == {"untrained", "analyst", "sft", "grpo"}
+    trajectories = read_parquet(run / "trajectories" / "grpo-000001.parquet")
+    assert len(trajectories) == 8 and all(set(t.versions) == {0} for t in trajectories)
+    sft = [r["loss"] for r in records(run) if r["stage"] == "sft"]
+    assert sft[-1] < 0.3 * sft[0]
+
+
+def test_a_finished_run_is_only_shown_again(smoke, capsys):
+    run, done = smoke
+    before = (run / "metrics.jsonl").read_text()
+    assert cli.main(["train", "--run-dir", str(run), "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(done["stdout"].splitlines()[-1])
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_eval_and_export(smoke, capsys, tmp_path):
+    run, done = smoke
+    assert cli.main(["eval", "--run-dir", str(run), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads(done["stdout"].splitlines()[-1])  # the same seeds, the same answers
+    assert cli.main(["export", "--run-dir", str(run), "--stage", "sft", "--out", str(tmp_path / "e"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["stage"] == "sft"
+    model, tokenizer = hf.load(tmp_path / "e")
+    assert model.vocab_size == tokenizer.vocab_size
+    final, _ = hf.load(run / "export")
+    assert not np.array_equal(final.embedding[...], model.embedding[...])
+
+
+def test_grpo_from_the_sft_policy_of_another_run(smoke, capsys, tmp_path):
+    run, _ = smoke
+    new = tmp_path / "seed1"
+    argv = ["grpo", "--init", run, "--run-dir", new, "--seed", 1, "--grpo.steps", 1, "--json"]
+    assert cli.main([str(a) for a in argv]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["stage"] == "grpo"
+    assert [r["step"] for r in records(new) if r["stage"] == "grpo"] == [1]
+    first, other = (read_parquet(r / "trajectories" / "grpo-000001.parquet") for r in (run, new))
+    assert [t.task_index for t in first] != [t.task_index for t in other]
+
+
+def test_bad_input_on_a_run(smoke, capsys, tmp_path):
+    run, _ = smoke
+    assert "add --resume" in bad(capsys, "train", "--config", CONFIG, "--run-dir", run)
+    assert "seed" in bad(capsys, "train", "--resume", "--run-dir", run, "--seed", "5")
+    # limits that would cut the answers of a policy trained on the teacher's transcripts
+    argv = ("sft", "--config", CONFIG, "--run-dir")
+    for field, value in (("rollout.max_turn_tokens", 8), ("rollout.max_turns", 2), ("rollout.context", 100)):
+        copy = unfinished_copy(run, tmp_path / field)
+        (copy / "config.yaml").unlink()
+        message = bad(capsys, *argv, copy, f"--{field}", value, "--rollout.max-turn-tokens", 8)
+        assert "transcripts: raise it to" in message
+    copy = unfinished_copy(run, tmp_path / "unfinished")
+    assert "SFT of" in bad(capsys, "grpo", "--run-dir", copy)
+    assert "no checkpoint" in bad(capsys, "export", "--run-dir", copy)
+    assert "no checkpoint" in bad(capsys, "eval", "--run-dir", copy)
+
+
+def test_damaged_checkpoint_and_full_disk(smoke, capsys, tmp_path):
+    run, _ = smoke
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    newest = max((copy / "checkpoints" / "grpo").iterdir())
+    data = max((p for p in (newest / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 255
+    data.write_bytes(content)
+    assert "damaged" in bad(capsys, "export", "--run-dir", copy)
+    assert "damaged" in bad(capsys, "eval", "--run-dir", copy, "--agent", "grpo")
+
+    full = unfinished_copy(run, tmp_path / "full")
+    (full / "metrics.jsonl").symlink_to("/dev/full")
+    assert "no space left" in bad(capsys, "sft", "--run-dir", full, "--resume")
+
+
+def final_state(run):
+    """Every array of the last GRPO checkpoint: parameters, moments, counts."""
+    store = CheckpointStore(str(run / "checkpoints" / "grpo"))
+    step = store.latest()
+    described = json.loads((run / "checkpoints" / "grpo" / f"{step:08d}" / "checkpoint.json").read_text())["arrays"]
+    items = {
+        item: {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in arrays.items()}
+        for item, arrays in described.items()
+    }
+    restored, extra = store.restore(step, items)
+    return {f"{item}/{k}": np.asarray(v) for item, arrays in restored.items() for k, v in arrays.items()}, extra
+
+
+def figures(run):
+    """What was logged, without wall-clock times."""
+    return [{k: v for k, v in r.items() if "second" not in k} for r in records(run) if r["stage"] != "teacher"]
+
+
+def test_interrupted_run_ends_like_an_uninterrupted_one(smoke, compile_cache, tmp_path):
+    """Case 8 of trainer: SIGINT in SFT, in GRPO and in a save, SIGKILL in a save; then bitwise equality."""
+    run, _ = smoke
+    copy = unfinished_copy(run, tmp_path / "copy")
+    saves = copy / "checkpoints" / "grpo"
+
+    def saving():
+        return saves.is_dir() and any(p.name.startswith(".partial") for p in saves.iterdir())
+
+    plan = [
+        (lambda: reached(copy, "sft", 5), signal.SIGINT),
+        (lambda: reached(copy, "grpo", 1), signal.SIGINT),
+        (saving, signal.SIGINT),
+        (saving, signal.SIGKILL),
+    ]
+    command = ["train", "--run-dir", str(copy), "--resume"]
+    for condition, number in plan:
+        process = start(*command, cache=compile_cache)
+        wait_until(process, condition)
+        os.killpg(process.pid, number)
+        _, stderr = process.communicate()
+        if number == signal.SIGINT:
+            assert process.returncode == 130, stderr
+            line = stderr.splitlines()[-1]
+            assert shlex.split(line.partition("continue with: ")[2]) == ["trace-jax", *command]
+    assert saving(), "the kill was meant to leave half a checkpoint"
+    assert not reached(copy, "grpo", 4) or len([p for p in saves.iterdir() if p.name.isdigit()])
+    process = start(*command, cache=compile_cache)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert "skipping incomplete checkpoint" in stderr
+
+    expected, extra = final_state(run)
+    actual, resumed_extra = final_state(copy)
+    assert extra == resumed_extra and expected.keys() == actual.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
+    assert figures(copy) == figures(run)
+    exported = "export/model.safetensors"
+    assert (copy / exported).read_bytes() == (run / exported).read_bytes()
+    for step in range(1, 5):
+        name = f"trajectories/grpo-{step:06d}.parquet"
+        pairs = zip(read_parquet(run / name), read_parquet(copy / name), strict=True)
+        assert all(np.array_equal(a.ids, b.ids) and np.array_equal(a.logprobs, b.logprobs) for a, b in pairs)
+
+
+def test_signal_in_the_teacher_stage(compile_cache, tmp_path):
+    """Nothing but the chunk at hand is lost, and no worker process stays behind."""
+    run = tmp_path / "run"
+    process = start("sft", "--config", CONFIG, "--run-dir", run, cache=compile_cache)
+    wait_until(process, lambda: (run / "data" / "teacher").is_dir())
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--resume" in stderr
+    left = subprocess.run(["ps", "-o", "pid=", "-s", str(process.pid)], capture_output=True, text=True).stdout
+    assert not left.strip()
