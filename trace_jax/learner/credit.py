@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 from trace_jax.config import GRPOConfig
 from trace_jax.learner.advantages import group_advantages
 from trace_jax.learner.packing import Sequence
-from trace_jax.rollout.trajectory import Trajectory
 
 # The policy is not to blame for these endings: such an episode teaches nothing and stays out of its group's baseline.
 CRASHED = ("tool_failure", "timed_out")
+
+
+class Trajectory(Protocol):
+    """What is used of `rollout.trajectory.Trajectory`; the learner itself imports nothing of the rollout."""
+
+    ids: Int[np.ndarray, " n"]
+    loss_mask: Bool[np.ndarray, " n"]
+    status: str
+    group: int
+    sample: int
+    reward: float
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit cut it off before its answer."""
+
+    def behaviour_logprobs(self) -> Float[np.ndarray, " n"]:
+        """Of the sampled ids; raises for a trajectory that was sampled greedily."""
 
 
 def sft_sequence(trajectory: Trajectory) -> Sequence:
