@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -183,13 +184,14 @@ def _config_file(args: argparse.Namespace) -> Path | None:
     return run / "config.yaml"
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {_one_line(message)}\n"
     try:
         return _run(argv)
     except ConfigError as error:
