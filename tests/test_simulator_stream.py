@@ -123,3 +123,15 @@ def test_paper_composition():
     assert list(kinds.values()) == [30, 21, 115, 49, 20]
     for total in (1, 16, 528, 4472):
         assert sum(paper_composition(total).values()) == total
+
+
+def test_accepted_sets_do_not_depend_on_the_batch():
+    """The first accepted proposals of each stratum, however the batches were filled."""
+    composition = {("BUDGET_CAP", 0): 3, ("AD_QUALITY_DROP", 2): 5, ("NO_SIGNAL", 0): 1}
+    small, large = (accepted_episodes(SimulatorConfig(batch=b), 5, "train", composition) for b in (64, 192))
+    assert _same(small, large)
+    want = []
+    for (cause, dimensions), n in composition.items():
+        batch, verdict = propose(CONFIG, 5, "train", cause, dimensions, np.arange(192))
+        want += batch.campaign_id[verdict.accept][:n].tolist()
+    assert sorted(small[0].campaign_id.tolist()) == sorted(want)

@@ -85,6 +85,28 @@ def simulate(
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
 
+def _run(
+    config: SimulatorConfig,
+    key: jax.Array,
+    causes: np.ndarray,
+    dimensions: np.ndarray,
+    indices: np.ndarray,
+    params: SimulatorParams | None,
+    oracle: OracleParams | None,
+) -> tuple[EpisodeBatch, Verdict]:
+    """Proposals with host arrays, any number of them; padded to the compiled batch."""
+    parts, size = [], -(-config.batch // BLOCK) * BLOCK
+    for start in range(0, len(indices), size):
+        rows = [np.asarray(x[start : start + size], np.int32) for x in (indices, causes, dimensions)]
+        padded = [jnp.asarray(np.resize(x, size)) for x in rows]
+        out = simulate(
+            key, *padded, params or SimulatorParams(), oracle or OracleParams(),
+            days=config.days, segments=config.segments, siblings=config.siblings,
+        )  # fmt: skip
+        parts.append(jax.tree.map(lambda x, n=len(rows[0]): np.asarray(x)[:n], out))
+    return concatenate(parts)
+
+
 def propose(
     config: SimulatorConfig,
     seed: int,
@@ -95,21 +117,9 @@ def propose(
     params: SimulatorParams | None = None,
     oracle: OracleParams | None = None,
 ) -> tuple[EpisodeBatch, Verdict]:
-    """Proposals of one stratum with host arrays. `indices` may have any length; padded to the compiled batch."""
-    params, oracle = params or SimulatorParams(), oracle or OracleParams()
-    key = stream_key(seed, split)
-    parts, size = [], -(-config.batch // BLOCK) * BLOCK
-    for start in range(0, len(indices), size):
-        part = np.asarray(indices[start : start + size], np.int32)
-        padded = np.resize(part, size)
-        code = np.full(size, CAUSE_INDEX[cause], np.int32)
-        dims = np.full(size, dimensions, np.int32)
-        out = simulate(
-            key, jnp.asarray(padded), jnp.asarray(code), jnp.asarray(dims), params, oracle,
-            days=config.days, segments=config.segments, siblings=config.siblings,
-        )  # fmt: skip
-        parts.append(jax.tree.map(lambda x, n=len(part): np.asarray(x)[:n], out))
-    return concatenate(parts)
+    """The proposals `indices` of one stratum of a stream, with host arrays."""
+    causes, dims = np.full(len(indices), CAUSE_INDEX[cause]), np.full(len(indices), dimensions)
+    return _run(config, stream_key(seed, split), causes, dims, np.asarray(indices), params, oracle)
 
 
 def concatenate(parts: list) -> tuple[EpisodeBatch, Verdict]:
@@ -132,27 +142,46 @@ def accepted_episodes(
     Args:
         composition: episodes wanted by (cause, number of slice attributes).
         on_progress: called with (accepted so far, total wanted).
-        max_proposals: give up on a stratum after this many proposals per wanted episode (plus 20 batches).
+        max_proposals: give up on a stratum after this many proposals per wanted episode (plus 20 blocks).
     Raises:
         ConfigError: a stratum accepts too few proposals at these settings.
     """
-    total, done, parts = sum(composition.values()), 0, []
-    for (cause, dimensions), wanted in composition.items():
-        kept, start = 0, 0
-        while kept < wanted:
-            if start > max_proposals * wanted + 20 * config.batch:
-                raise ConfigError(
-                    f"simulator: only {kept} of {wanted} {cause} episodes with {dimensions} slice attributes were "
-                    f"accepted in {start} proposals; use more days or segments"
-                )
-            indices = np.arange(start, start + config.batch)
-            batch, verdict = propose(config, seed, split, cause, dimensions, indices, params, oracle)
-            rows = np.flatnonzero(verdict.accept)[: wanted - kept]
-            parts.append(jax.tree.map(lambda x, rows=rows: x[rows], (batch, verdict)))
-            kept, start = kept + len(rows), start + config.batch
-            done += len(rows)
-            if on_progress:
-                on_progress(done, total)
-    batch, verdict = concatenate(parts)
-    order = np.random.default_rng([seed, zlib.crc32(split.encode())]).permutation(total)
-    return jax.tree.map(lambda x: x[order], (batch, verdict))
+    total, key, parts = sum(composition.values()), stream_key(seed, split), []
+    strata = list(composition)
+    wanted = np.array(list(composition.values()))
+    proposed, accepted = np.zeros(len(strata), int), np.zeros(len(strata), int)
+    code = np.array([CAUSE_INDEX[cause] for cause, _ in strata])
+    dims = np.array([dimensions for _, dimensions in strata])
+    size = -(-config.batch // BLOCK) * BLOCK
+    while (accepted < wanted).any():
+        hopeless = (proposed > max_proposals * wanted + 20 * BLOCK) & (accepted < wanted)
+        if hopeless.any():
+            i = int(np.flatnonzero(hopeless)[0])
+            raise ConfigError(
+                f"simulator: only {accepted[i]} of {wanted[i]} {strata[i][0]} episodes with {dims[i]} slice attributes "
+                f"were accepted in {proposed[i]} proposals; use more days or segments"
+            )
+        # Rows go to the strata by what each still needs at its acceptance so far. How a batch is filled has no effect
+        # on which episodes are taken: always a stratum's first accepted ones by index.
+        rate = (accepted + 1.0) / (proposed + 2.0)
+        need = np.where(accepted < wanted, np.ceil(1.1 * (wanted - accepted) / rate), 0.0)
+        count = np.minimum(need, np.floor(need * size / need.sum()) + 1).astype(int)
+        which = np.repeat(np.arange(len(strata)), count)[:size]
+        which = np.sort(np.resize(which, size))  # a batch that needs fewer rows repeats strata rather than idle
+        count = np.bincount(which, minlength=len(strata))
+        offset = np.concatenate([np.arange(n) for n in count])
+        batch, verdict = _run(config, key, code[which], dims[which], proposed[which] + offset, params, oracle)
+        proposed += count
+        rank = np.zeros(size, int)  # of an accepted row among the accepted of its stratum
+        for i in range(len(strata)):
+            rows = np.flatnonzero((which == i) & verdict.accept)
+            rank[rows] = accepted[i] + np.arange(len(rows))
+            accepted[i] += len(rows)
+        rows = np.flatnonzero(verdict.accept & (rank < wanted[which]))
+        parts.append((which[rows], rank[rows], jax.tree.map(lambda x, rows=rows: x[rows], (batch, verdict))))
+        if on_progress:
+            on_progress(int(np.minimum(accepted, wanted).sum()), total)
+    stratum, rank, episodes = concatenate(parts)
+    by_index = np.lexsort((rank, stratum))
+    order = by_index[np.random.default_rng([seed, zlib.crc32(split.encode())]).permutation(total)]
+    return jax.tree.map(lambda x: x[order], episodes)
