@@ -63,6 +63,22 @@ def _export(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any
     return export.command(args.run_dir, config, stage=args.stage, out=args.out)
 
 
+def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax import bench
+
+    result = bench.run(args.kind, config, repeats=args.repeats)
+    print(bench.text(result))
+    return result
+
+
+def _report(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax.report import html
+
+    page = html.write(args.run_dir, args.out)
+    print(page)
+    return {"report": str(page)}
+
+
 SPLITS = ("train", "validation", "test")
 COMMANDS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
     "simulate": ("make verified episodes: Parquet data sets and a manifest", _simulate),
@@ -72,6 +88,8 @@ COMMANDS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
     "grpo": ("GRPO, in a run whose SFT is done or in a new one from its policy (--init)", _train),
     "eval": ("score a run's policy or a baseline on held-out episodes", _eval),
     "export": ("write a run's policy in Hugging Face layout (safetensors)", _export),
+    "bench": ("throughput as a share of what this machine can do: sim, tools, rollout, learner", _bench),
+    "report": ("one self-contained HTML page of a run, finished or not", _report),
 }
 
 
@@ -90,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
         if name in ("train", "sft", "grpo", "simulate"):
             p.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-        if name in ("train", "sft", "grpo", "eval", "export"):
+        if name in ("train", "sft", "grpo", "eval", "export", "report"):
             p.add_argument("--run-dir", type=Path, metavar="DIR", help="default for new runs: runs/<config>-<date>")
         if name in ("train", "sft", "grpo"):
             p.add_argument("--resume", action="store_true", help="continue the run in --run-dir where it stopped")
@@ -105,6 +123,13 @@ def _parser() -> argparse.ArgumentParser:
         if name == "eval":
             p.add_argument("--split", default="test", choices=SPLITS)
             p.add_argument("--agent", default="latest", choices=("latest", "grpo", "sft", "untrained", "analyst"))
+        if name == "bench":
+            p.add_argument("kind", choices=("sim", "tools", "rollout", "learner"), metavar="KIND")
+            p.add_argument(
+                "--repeats", type=int, default=5, help="timed repetitions; medians are reported (default: 5)"
+            )
+        if name == "report":
+            p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run directory")
         if name == "export":
             p.add_argument("--stage", default="latest", choices=("latest", "grpo", "sft"))
             p.add_argument("--out", type=Path, metavar="DIR", help="default: <run directory>/export")
@@ -173,7 +198,9 @@ def _config_file(args: argparse.Namespace) -> Path | None:
     if args.config is not None or args.command in ("simulate", "inspect"):
         return args.config
     init = getattr(args, "init", None)
-    continues = args.command in ("grpo", "eval", "export") or args.resume
+    if args.command == "bench":
+        return None
+    continues = args.command in ("grpo", "eval", "export", "report") or args.resume
     run = init or (args.run_dir if continues else None)
     if run is None:
         if continues and getattr(args, "agent", None) != "analyst":
