@@ -1,6 +1,6 @@
 """The SFT set: transcripts of the scripted analyst whose answer is right (rejection sampling).
 
-Episodes come in chunks of the paper's composition, each chunk from its own stream, disjoint from all splits. A chunk is
+Episodes come in chunks, each chunk from its own stream, disjoint from all splits. A chunk is
 a function of (configuration, chunk number); finished chunks are kept in `data/teacher/` of the run directory, so a
 resumed run goes on with the next one.
 """
@@ -29,10 +29,12 @@ from trace_jax.recipes import schedule
 from trace_jax.recipes.interrupt import Interrupt, ignore_in_worker
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory
-from trace_jax.simulator.stream import accepted_episodes, paper_composition
+from trace_jax.simulator.stream import accepted_episodes, composition_of
 from trace_jax.warehouse.splits import EpisodeSet
 
 CHUNK = 2048  # episodes of a chunk; a small one wastes most of the proposals of each stratum's batch
+# Weights of the episode types. Flatter than the splits: a cause with one lesson in a hundred is hardly learnt.
+TYPES = {"campaign": 0.2, "mix": 0.12, "segment_1d": 0.33, "segment_2d": 0.25, "no_signal": 0.1}
 TASK = 16  # episodes that a worker handles at a time
 TOO_LONG = 0.01  # share of transcripts that may exceed the rollout limits; they are left out
 
@@ -91,7 +93,7 @@ class _Chunks:
 
     def _slices(self, chunk: int) -> list[tuple[int, EpisodeSet]]:
         name = f"teacher-{chunk}"
-        composition = paper_composition(self._size)
+        composition = composition_of(self._size, TYPES)
         episodes = EpisodeSet(
             *accepted_episodes(self._config.simulator, self._config.data.seed, name, composition), split=name
         )

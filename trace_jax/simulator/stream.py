@@ -36,8 +36,8 @@ def _apportion(total: int, weights: dict) -> dict:
     return whole
 
 
-def paper_composition(total: int) -> Composition:
-    """The paper's composition scaled to `total`: by type, then equally over the causes of the type."""
+def composition_of(total: int, types: dict[str, float]) -> Composition:
+    """`total` episodes in proportion to `types` (weights by episode type), equally over the causes of each type."""
     members: dict[str, list[Stratum]] = {
         "campaign": [(c.name, 0) for c in CAUSES if c.level == "campaign"],
         "mix": [(c.name, 1) for c in CAUSES if c.level == "mix"],
@@ -46,9 +46,14 @@ def paper_composition(total: int) -> Composition:
         "no_signal": [("NO_SIGNAL", 0)],
     }
     composition: Composition = {}
-    for kind, count in _apportion(total, PAPER_TYPES).items():
+    for kind, count in _apportion(total, types).items():
         composition.update(_apportion(count, {stratum: 1 for stratum in members[kind]}))
     return {stratum: n for stratum, n in composition.items() if n}
+
+
+def paper_composition(total: int) -> Composition:
+    """The composition of the paper's test set, scaled to `total`."""
+    return composition_of(total, PAPER_TYPES)
 
 
 def stream_key(seed: int, split: str) -> jax.Array:
