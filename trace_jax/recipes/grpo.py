@@ -6,15 +6,14 @@ on as if it had not.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from trace_jax.config import ConfigError, GRPOConfig
 from trace_jax.learner import packing
-from trace_jax.learner.advantages import group_advantages
 from trace_jax.learner.checkpoint import restore_state, save_state
+from trace_jax.learner.credit import grpo_sequences
 from trace_jax.learner.objectives import grpo_objective
 from trace_jax.learner.step import Learner, Params
 from trace_jax.recipes import schedule
@@ -24,7 +23,6 @@ from trace_jax.rollout.collect import CollectStats, collect, metrics
 from trace_jax.rollout.trajectory import Trajectory, write_parquet
 
 STAGE, VALIDATION = "grpo", "validation"
-CRASHED = ("tool_failure", "timed_out")  # the machine's doing, not the policy's: left out of baseline and loss
 
 
 def train(work: Workspace) -> dict[str, float]:
@@ -42,6 +40,7 @@ def train(work: Workspace) -> dict[str, float]:
     store = work.store(STAGE)
     restored = restore_state(store, learner, start_params)
     state = restored[0] if restored else learner.init(start_params)
+    reference = learner.place(start_params)
     start, last = int(state.step) // config.iterations, {}
     run.truncate(STAGE, start)
     run.truncate(VALIDATION, start - 1)
@@ -72,7 +71,7 @@ def train(work: Workspace) -> dict[str, float]:
             if validation:
                 run.log(VALIDATION, step, validation)
             write_parquet(run.trajectories(STAGE, step + 1), trajectories, step + 1)
-            state, last = _update(learner, state, trajectories, config, start_params)
+            state, last = _update(learner, state, trajectories, config, reference)
             last = figures | last
             run.log(STAGE, step + 1, last)
             bar.update(step + 1, reward=last["reward"], loss=last["loss"], entropy=last["entropy"])
@@ -114,26 +113,13 @@ def _validate(work: Workspace, step: int) -> dict[str, float]:
 
 def _update(learner: Learner, state, trajectories: Sequence[Trajectory], config: GRPOConfig, reference: Params):
     """`iterations` optimizer steps on one collection. Returns the new state and the metrics of the last of them."""
-    advantages = group_advantages(
-        [t.reward for t in trajectories],
-        [t.group for t in trajectories],
-        [t.sample for t in trajectories],
-        divide_std=config.advantage_std,
-        drop_constant=config.objective == "dapo",
-        crashed=[t.status in CRASHED for t in trajectories],
-    )
-    items = [
-        packing.Sequence(t.ids, t.loss_mask, advantage, t.behaviour_logprobs())
-        for t, advantage, kept in zip(trajectories, advantages.values, advantages.kept, strict=True)
-        if kept and t.loss_mask.any()
-    ]
+    sequences, left_out, figures = grpo_sequences(trajectories, config)
     shape = (config.microbatch.row_length, config.microbatch.rows)
-    batches = packing.pack(items, *shape) or [packing.empty_batch(*shape)]
+    batches = packing.pack(sequences, *shape) or [packing.empty_batch(*shape)]
     if config.kl_coefficient:
-        scored = learner.logprobs(reference, batches)
-        batches = [dataclasses.replace(b, reference_logprobs=r) for b, r in zip(batches, scored, strict=True)]
+        batches = learner.with_reference(reference, batches)
     for iteration in range(config.iterations):
-        state, last = learner.step(state, batches)
+        state, last = learner.step(state, batches, denominator=left_out)
         if iteration == 0:  # before any update on these trajectories: how far sampler and learner disagree
             agreement = {"sampler_gap": last["logprob_gap"]}
-    return state, last | agreement | advantages.metrics
+    return state, last | agreement | figures
