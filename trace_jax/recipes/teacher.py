@@ -36,7 +36,7 @@ CHUNK = 2048  # episodes of a chunk; a small one wastes most of the proposals of
 # Weights of the episode types. Flatter than the splits: a cause with one lesson in a hundred is hardly learnt.
 TYPES = {"campaign": 0.2, "mix": 0.12, "segment_1d": 0.33, "segment_2d": 0.25, "no_signal": 0.1}
 TASK = 16  # episodes that a worker handles at a time
-TOO_LONG = 0.01  # share of transcripts that may exceed the rollout limits; they are left out
+TOO_LONG = 0.02  # share of transcripts that may exceed the rollout limits; they are left out
 
 
 @dataclass(frozen=True)
