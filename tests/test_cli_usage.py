@@ -58,6 +58,11 @@ def test_dry_run_prints_the_resolved_run(capsys, tmp_path):
     assert not (tmp_path / "r").exists()
 
 
+def test_dry_run_refuses_what_could_not_run(capsys):
+    assert "does not cover" in bad(capsys, "train", "--dry-run", "--mesh.fsdp", "3")
+    assert "`grpo.objective` dr_grpo" in bad(capsys, "train", "--dry-run", "--grpo.objective", "dr_grpo")
+
+
 def test_no_command_prints_help(capsys):
     assert cli.main([]) == 2
     assert "simulate" in capsys.readouterr().out

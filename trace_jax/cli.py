@@ -183,6 +183,10 @@ def _run(argv: Sequence[str]) -> int:
         return 2
     config = config_io.load(_config_file(args), overrides)
     if getattr(args, "dry_run", False):
+        if args.command != "simulate":
+            from trace_jax.recipes import train
+
+            train.check(config)
         print(config_io.dump(config), end="")
         if args.json:
             print(json.dumps(dict(config_io.flatten(config))), flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.learner import objectives
+from trace_jax.learner import objectives, sharding
 from trace_jax.recipes import assess, export, grpo, sft, teacher
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.progress import Progress
@@ -37,7 +37,7 @@ def command(
         ConfigError: bad input.
         Interrupted: a signal arrived; everything is saved.
     """
-    objectives.validate(config.grpo)
+    check(config)
     continues = resume or (name == "grpo" and source is None)
     run = RunDirectory.open(run_dir, config) if continues else RunDirectory.create(run_dir, config)
     with run, Interrupt() as interrupt:
@@ -54,6 +54,24 @@ def command(
         except Interrupted as stop:
             again = shlex.join(["trace-jax", name, "--run-dir", str(run.path), "--resume"])
             raise Interrupted(stop.status, again) from None
+
+
+def check(config: RunConfig) -> None:
+    """Refuses, before anything runs, what only these devices or the objective can tell.
+
+    Raises:
+        ConfigError: contradicting GRPO fields, a mesh that does not fit the devices, rows that do not split over it.
+    """
+    objectives.validate(config.grpo)
+    mesh = sharding.make_mesh(config.mesh)
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    for stage in (config.sft, config.grpo):
+        if stage.microbatch.rows % ways:
+            name = "sft" if stage is config.sft else "grpo"
+            raise ConfigError(
+                f"`{name}.microbatch.rows` ({stage.microbatch.rows}) does not split over mesh data x fsdp = {ways}: "
+                f"use a multiple of {ways}"
+            )
 
 
 def _sft(work: Workspace) -> dict[str, float]:
