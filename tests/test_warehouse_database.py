@@ -268,6 +268,36 @@ def test_interrupt_stops_one_handle_only(db):
         sibling.query("SELECT 1")
 
 
+def test_interrupt_while_the_transaction_opens_leaves_no_writable_handle(db, monkeypatch):
+    handle = db.clone()
+    cursor = handle._shared.connection.cursor
+
+    class Interrupted:
+        """A cursor whose first statement, the opening of the transaction, is interrupted."""
+
+        def __init__(self):
+            self._real = cursor()
+
+        def execute(self, statement):
+            raise duckdb.InterruptException("INTERRUPT Error: Interrupted!")
+
+        def __getattr__(self, name):
+            return getattr(self._real, name)
+
+    class Connection:
+        def cursor(self):
+            return Interrupted()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handle._shared, "connection", Connection())
+        with pytest.raises(QueryTimeout):
+            handle.query("SELECT 1")
+    with pytest.raises(QueryError):
+        handle.query("WITH x AS (INSERT INTO budget_log SELECT * FROM budget_log RETURNING 1) SELECT * FROM x")
+    assert handle.query("SELECT 2").rows == ((2,),)
+    handle.close()
+
+
 def test_handles_in_threads_get_the_same_answers(db, episodes):
     queries = [f"SELECT count(*) FROM segment_daily WHERE clicks > {n}" for n in range(20)]
     expected = [db.query(q).rows for q in queries]

@@ -134,12 +134,14 @@ class EpisodeDatabase:
         refusal = _refusal(sql)
         if refusal:
             return QueryError(refusal)
-        if self._cursor is None:
+        fresh = self._cursor is None
+        if fresh:
             self._cursor = self._shared.connection.cursor()
-            self._cursor.execute("BEGIN TRANSACTION READ ONLY")
         cursor = self._cursor
         ticket = _WATCHDOG.watch(cursor, timeout_s) if timeout_s is not None else None
         try:
+            if fresh:  # an interrupt may arrive here already; without its transaction a cursor must not be kept
+                cursor.execute("BEGIN TRANSACTION READ ONLY")
             statements = cursor.extract_statements(sql)
             if len(statements) != 1:
                 return QueryError(f"one statement a query, got {len(statements)}")
