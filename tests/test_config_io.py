@@ -1,14 +1,18 @@
 """Configuration files: strict types, nearest names, refused combinations, and the round trip."""
 
 import dataclasses
+import math
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
+from flax import nnx
 
-from trace_jax import config_io
+from trace_jax import config_io, config_rules
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import CHOICES, RANGES, validate
+from trace_jax.policy.transformer import Transformer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -58,6 +62,9 @@ def test_types_are_kept_exactly(tmp_path):
         ("grppo: {steps: 7}", "grppo", "grpo"),
         ("learning_rate: 1", "learning_rate", "sft.optimizer.learning_rate"),
         ("zzzqqq: 1", "zzzqqq", "valid here: name, seed"),
+        ("1: 1", "1", "valid here: name, seed"),  # one character resembles `b1` by chance
+        ("grpo: {zq: 1}", "grpo.zq", "valid here: grpo.steps"),
+        ("a\\nb: 1", "a\\nb", "valid here"),
     ],
 )
 def test_unknown_key_names_the_nearest(tmp_path, text, named, mend):
@@ -101,6 +108,15 @@ def test_wrong_type_is_refused(tmp_path, text):
         ("- 1", "section"),
         ("? [1, 2]\n: 3", "plain names"),
         ("seed: !!python/object:os.system x", "cannot parse"),
+        ("seed: !!bool x", "cannot be read"),
+        ("seed: 2024-13-45", "cannot be read"),
+        ("seed: " + "9" * 5000, "cannot be read"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("grpo: {clip_low: " + "9" * 400 + "}", "`grpo.clip_low`"),
+        ("grpo: {clip_low: 1__0}", "`grpo.clip_low`"),
+        ("seed: 0x" + "f" * 5000, "`seed`"),
+        ("0x" + "f" * 1000 + ": 1", "unknown key"),
+        ("name: " + "[" * 50 + "]" * 50, "`name`"),
     ],
 )
 def test_malformed_file_is_refused(tmp_path, text, part):
@@ -136,6 +152,9 @@ def test_missing_file_names_a_similar_one(tmp_path):
         ("evaluation.temperature", "0"),
         ("sft.batch", "20000"),
         ("name", "a/b"),
+        ("name", ".."),
+        ("name", "-x"),
+        ("mesh.data", "70000"),
         ("seed", "-1"),
     ],
     ids=lambda o: "=".join(o),
@@ -162,3 +181,48 @@ def test_differences_names_the_changed_fields():
 
 def test_dump_is_plain_yaml():
     assert yaml.safe_load(config_io.dump(RunConfig()))["policy"]["rope_theta"] == 10000.0
+
+
+def test_refusals_stay_short_whatever_the_value(tmp_path):
+    assert len(refusal(config_io.load, None, [("seed", "9" * 5000)])) < 200
+    assert len(refusal(config_io.load, None, [("seed", "9" * 400)])) < 200
+    assert len(refusal(load, tmp_path, "k" * 5000 + ": 1")) < 400
+    assert len(refusal(load, tmp_path, "policy: {dtype: " + "x" * 5000 + "}")) < 200
+    doubled = "".join(f", &x{i + 1} [*x{i}, *x{i}]" for i in range(40))  # 2^40 numbers when written out
+    assert len(refusal(load, tmp_path, f"name: [&x0 [1]{doubled}]")) < 200
+
+
+def test_a_name_with_a_line_break_is_no_path(tmp_path):
+    for name in ("a\nb", "a b", "", "x" * 101):
+        assert "`name`" in refusal(config_io.load, None, [("name", name)])
+    assert config_io.load(None, [("name", "Nano-1.2_b")]).name == "Nano-1.2_b"
+
+
+def test_merge_keys_bring_fields_that_own_ones_replace(tmp_path):
+    text = "sft: {optimizer: &o {eps: 1e-7, b1: 0.5}}\ngrpo: {optimizer: {<<: *o, b1: 0.6}}"
+    config = load(tmp_path, text)
+    assert (config.grpo.optimizer.eps, config.grpo.optimizer.b1, config.sft.optimizer.b1) == (1e-7, 0.6, 0.5)
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_every_number_has_both_ends(name):
+    low, high = RANGES[name]
+    kind = config_io.field_types(type(config_rules.get(RunConfig(), name.rpartition(".")[0]))) if "." in name else {}
+    whole = kind.get(name.rpartition(".")[2], int) is int
+    assert f"`{name}`" in refusal(config_io.load, None, [(name, str(int(high) + 1) if whole else str(high * 1.01))])
+    assert f"`{name}`" in refusal(config_io.load, None, [(name, "0" if low == ">0" else str(low - 1))])
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False}, {"tie_embeddings": False}])
+def test_parameters_are_counted_as_the_policy_has_them(changes):
+    policy = dataclasses.replace(RunConfig().policy, layers=3, **changes)
+    model = nnx.eval_shape(lambda: Transformer(policy, 300, rngs=nnx.Rngs(0)))
+    sizes = [math.prod(p.shape) for p in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    assert config_rules.policy_parameters(policy, 300) == sum(sizes)
+
+
+def test_a_policy_far_beyond_the_memory_is_refused_at_start():
+    huge = [("policy.layers", "512"), ("policy.width", "65536"), ("policy.mlp_width", "262144")]
+    message = refusal(config_io.load, None, huge)
+    assert "billion parameters" in message and "lower `policy.layers`" in message
+    config_io.load(None, [*huge, ("mesh.fsdp", "8192")])  # that many devices share it

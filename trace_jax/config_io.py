@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.config_rules import validate
+from trace_jax.config_rules import shown, validate
 
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
@@ -28,16 +28,18 @@ _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 class _StrictLoader(yaml.SafeLoader):
     """Safe loader that refuses a key given twice (plain YAML silently keeps the last)."""
 
-    def construct_mapping(self, node, deep=False):
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=deep)
-            if not isinstance(key, (str, int, float, bool, type(None))):
-                raise yaml.constructor.ConstructorError(None, None, "keys must be plain names", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
+    def compose_mapping_node(self, anchor):
+        # Here, and not when the mapping is made: by then merge keys (`<<`) have put their fields among its own.
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "keys must be plain names", key.start_mark)
+            if (key.tag, key.value) in seen:
+                problem = f"`{shown(key.value)}` is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -67,17 +69,23 @@ def names(cls: type = RunConfig) -> list[str]:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name that `name` most likely meant, or None. Compares whole dotted names and last parts."""
-    valid = list(valid)
-    found = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    if found:
-        return found[0]
-    last = name.rsplit(".", 1)[-1]
+    """The valid name that `name` most likely meant, or None. Compares whole dotted names and last parts; what is too
+    short to resemble anything but by chance gets none."""
+    valid, last = list(valid), _tail(name)
+    if len(last) < 3:
+        return None
+    for full in difflib.get_close_matches(name, valid, n=3, cutoff=0.6):
+        if difflib.SequenceMatcher(None, last, _tail(full)).ratio() >= 0.5:  # not alike for their sections alone
+            return full
     tails: dict[str, str] = {}
     for full in valid:
-        tails.setdefault(full.rsplit(".", 1)[-1], full)
+        tails.setdefault(_tail(full), full)
     found = difflib.get_close_matches(last, tails, n=1, cutoff=0.6)
     return tails[found[0]] if found else None
+
+
+def _tail(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
 
 
 def _unknown(name: str, where: str, prefix: str) -> ConfigError:
@@ -112,14 +120,26 @@ def convert(value: Any, kind: Any, name: str, where: str) -> Any:
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(convert(v, args[0], f"{name}[{i}]", where) for i, v in enumerate(value))
     if kind is float:
-        if isinstance(value, str) and _NUMBER.fullmatch(value):
-            value = float(value)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-            return float(value)
+        number = _to_float(value)
+        if number is not None:
+            return number
     elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    got = "nothing" if value is None else f"`{value}`"
+    got = "nothing" if value is None else f"`{shown(value)}`"
     raise ConfigError(f"`{name}` in {where} takes {_show(kind)}, not {got}")
+
+
+def _to_float(value: Any) -> float | None:
+    """The finite number that `value` is or spells, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    if isinstance(value, str) and not _NUMBER.fullmatch(value):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):  # `1__0`, or a whole number beyond any float
+        return None
+    return number if math.isfinite(number) else None
 
 
 def build(cls: type, data: Mapping[str, Any], where: str, base: Any = None, prefix: str = "") -> Any:
@@ -128,7 +148,7 @@ def build(cls: type, data: Mapping[str, Any], where: str, base: Any = None, pref
     kinds = field_types(cls)
     changes = {}
     for key, value in data.items():
-        name = f"{prefix}{key}"
+        name = f"{prefix}{shown(key)}"
         if key not in kinds:
             raise _unknown(name, where, prefix)
         kind = kinds[key]
@@ -155,7 +175,7 @@ def parse_overrides(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
             raise _unknown(name, "the command line", "")
         try:
             value = yaml.load(text, _StrictLoader)
-        except yaml.YAMLError:
+        except Exception:  # as in `read_yaml`; the text itself then has the wrong type
             value = text
         if _leaf_type(name) is str:
             value = text  # `--name 12` names the run "12"
@@ -189,7 +209,11 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not valid YAML"
-        raise ConfigError(f"cannot parse {path}{line}: {problem}".replace("\n", " ")) from None
+        raise ConfigError(f"cannot parse {path}{line}: {shown(problem)}") from None
+    except RecursionError:
+        raise ConfigError(f"cannot parse {path}: it is nested too deeply, write plain sections and fields") from None
+    except Exception as error:  # PyYAML lets ValueError, KeyError, ... of bad dates, numbers and tags through
+        raise ConfigError(f"cannot parse {path}: a value in it cannot be read ({shown(str(error))})") from None
     if data is None:
         return {}
     if not isinstance(data, Mapping):
@@ -201,8 +225,8 @@ def _similar_file(path: Path) -> str:
     parent = path.parent
     if not parent.is_dir():
         return f" (there is no directory {parent})"
-    found = nearest(path.name, sorted(p.name for p in parent.glob("*.y*ml")))
-    return f"; did you mean {parent / found}?" if found else ""
+    found = difflib.get_close_matches(path.name, sorted(p.name for p in parent.glob("*.y*ml")), n=1, cutoff=0.75)
+    return f"; did you mean {parent / found[0]}?" if found else ""
 
 
 def load(path: Path | str | None, overrides: Iterable[tuple[str, str]] = ()) -> RunConfig:

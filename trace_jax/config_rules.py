@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import reprlib
 from functools import reduce
 from typing import Any
 
-from trace_jax.config import ConfigError, RunConfig
+from trace_jax.config import ConfigError, PolicyConfig, RunConfig
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "environment.prompt": ("compact", "full"),
@@ -17,83 +20,90 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grpo.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"),
 }
 
-# (smallest, largest) allowed value; None leaves that side open. A lower bound written as "> 0" excludes zero itself.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # becomes part of paths
+# A stored run is also read on smaller machines than its own (a report on a laptop), so only what no machine of this
+# kind could train is refused here.
+MEMORY_FACTOR = 8
+
+_COUNT, _TOKENS = 10**7, 2**21
+# (smallest, largest) allowed value. Upper ends are far beyond any use: they catch slips of the keyboard.
+# A lower bound written as ">0" excludes zero itself.
 _OPTIMIZER = {
-    "learning_rate": (">0", None),
-    "warmup_steps": (0, None),
+    "learning_rate": (">0", 10),
+    "warmup_steps": (0, _COUNT),
     "final_fraction": (0, 1),
     "b1": (0, 0.9999999),
     "b2": (0, 0.9999999),
-    "eps": (">0", None),
-    "weight_decay": (0, None),
-    "clip_norm": (">0", None),
+    "eps": (">0", 1),
+    "weight_decay": (0, 100),
+    "clip_norm": (">0", 1e6),
 }
-RANGES: dict[str, tuple[Any, Any]] = {
+RANGES: dict[str, tuple[Any, float]] = {
     "seed": (0, 2**31 - 1),
     "simulator.days": (8, 366),
     "simulator.segments": (4, 4096),
     "simulator.siblings": (0, 64),
-    "simulator.batch": (1, None),
+    "simulator.batch": (1, 10**6),
     "data.seed": (0, 2**31 - 1),
-    "data.train": (1, None),
-    "data.validation": (1, None),
-    "data.test": (1, None),
-    "environment.tool_seconds": (">0", None),
-    "environment.tool_characters": (80, None),
-    "environment.memory_limit_mb": (16, None),
+    "data.train": (1, _COUNT),
+    "data.validation": (1, _COUNT),
+    "data.test": (1, _COUNT),
+    "environment.tool_seconds": (">0", 86400),
+    "environment.tool_characters": (80, 10**7),
+    "environment.memory_limit_mb": (16, 2**20),
     "environment.reward_attr": (0, 1),
     "environment.reward_full": (0, 1),
     "environment.reward_format": (0, 1),
     "tokenizer.vocab_size": (300, 32000),
-    "tokenizer.transcripts": (1, None),
-    "tokenizer.fragments": (0, None),
-    "tokenizer.min_fragment_characters": (2, None),
-    "policy.layers": (1, None),
-    "policy.width": (8, None),
-    "policy.heads": (1, None),
-    "policy.kv_heads": (1, None),
-    "policy.head_dim": (2, None),
-    "policy.mlp_width": (1, None),
-    "policy.rope_theta": (">0", None),
-    "policy.norm_eps": (">0", None),
-    "policy.max_length": (16, None),
-    "rollout.temperature": (">0", None),
-    "rollout.max_turns": (2, None),
-    "rollout.max_turn_tokens": (2, None),
-    "rollout.context": (16, None),
-    "rollout.slots": (1, None),
-    "rollout.tool_workers": (1, None),
-    "rollout.trajectory_seconds": (">0", None),
-    "sft.trajectories": (1, None),
-    "sft.epochs": (1, None),
-    "sft.batch": (1, None),
-    "sft.teacher_workers": (1, None),
-    "sft.save_every": (1, None),
-    "sft.microbatch.row_length": (16, None),
-    "sft.microbatch.rows": (1, None),
-    "grpo.steps": (0, None),
-    "grpo.prompts": (1, None),
-    "grpo.group": (2, None),
-    "grpo.iterations": (1, None),
+    "tokenizer.transcripts": (1, _COUNT),
+    "tokenizer.fragments": (0, 32000),
+    "tokenizer.min_fragment_characters": (2, 1000),
+    "policy.layers": (1, 512),
+    "policy.width": (8, 65536),
+    "policy.heads": (1, 1024),
+    "policy.kv_heads": (1, 1024),
+    "policy.head_dim": (2, 1024),
+    "policy.mlp_width": (1, 2**18),
+    "policy.rope_theta": (">0", 1e12),
+    "policy.norm_eps": (">0", 1e-2),
+    "policy.max_length": (16, _TOKENS),
+    "rollout.temperature": (">0", 100),
+    "rollout.max_turns": (2, 1000),
+    "rollout.max_turn_tokens": (2, _TOKENS),
+    "rollout.context": (16, _TOKENS),
+    "rollout.slots": (1, 65536),
+    "rollout.tool_workers": (1, 1024),
+    "rollout.trajectory_seconds": (">0", 604800),
+    "sft.trajectories": (1, _COUNT),
+    "sft.epochs": (1, 10**4),
+    "sft.batch": (1, 10**6),
+    "sft.teacher_workers": (1, 1024),
+    "sft.save_every": (1, _COUNT),
+    "sft.microbatch.row_length": (16, _TOKENS),
+    "sft.microbatch.rows": (1, 65536),
+    "grpo.steps": (0, _COUNT),
+    "grpo.prompts": (1, 10**6),
+    "grpo.group": (2, 65536),
+    "grpo.iterations": (1, 1000),
     "grpo.clip_low": (0, 1),
-    "grpo.clip_high": (0, None),
-    "grpo.aggregation_constant": (">0", None),
-    "grpo.kl_coefficient": (0, None),
-    "grpo.entropy_coefficient": (0, None),
+    "grpo.clip_high": (0, 1e6),
+    "grpo.aggregation_constant": (">0", 1e9),
+    "grpo.kl_coefficient": (0, 1000),
+    "grpo.entropy_coefficient": (0, 1000),
     "grpo.no_signal_share": (0, 1),
-    "grpo.microbatch.row_length": (16, None),
-    "grpo.microbatch.rows": (1, None),
-    "grpo.validate_every": (1, None),
-    "grpo.validation_episodes": (0, None),
-    "grpo.save_every": (1, None),
-    "evaluation.samples": (1, None),
-    "evaluation.temperature": (0, None),
-    "evaluation.bootstrap": (1, None),
+    "grpo.microbatch.row_length": (16, _TOKENS),
+    "grpo.microbatch.rows": (1, 65536),
+    "grpo.validate_every": (1, _COUNT),
+    "grpo.validation_episodes": (0, _COUNT),
+    "grpo.save_every": (1, _COUNT),
+    "evaluation.samples": (1, 10**4),
+    "evaluation.temperature": (0, 100),
+    "evaluation.bootstrap": (1, 10**5),
     "evaluation.confidence": (0.5, 0.9999),
-    "mesh.fsdp": (1, None),
-    "mesh.tensor": (1, None),
-    "mesh.expert": (1, None),
-    "keep_checkpoints": (1, None),
+    "mesh.fsdp": (1, 65536),
+    "mesh.tensor": (1, 65536),
+    "mesh.expert": (1, 65536),
+    "keep_checkpoints": (1, 10**6),
 } | {f"{stage}.optimizer.{k}": v for stage in ("sft", "grpo") for k, v in _OPTIMIZER.items()}
 
 
@@ -108,26 +118,56 @@ def validate(config: RunConfig) -> None:
     Raises:
         ConfigError: names the field, its value and the mend.
     """
-    if not config.name or any(c in config.name for c in "/\\\0"):
-        raise ConfigError(f"`name` is `{config.name}`: give a name without slashes, it becomes part of a path")
+    if not _NAME.fullmatch(config.name):
+        raise ConfigError(
+            f"`name` is `{shown(config.name)}`: it names a path, use up to 100 letters, digits, `.`, `_` and `-`, "
+            "the first a letter, digit or `_`"
+        )
     for name, allowed in CHOICES.items():
         if get(config, name) not in allowed:
-            raise ConfigError(f"`{name}` is `{get(config, name)}`: choose one of {', '.join(allowed)}")
+            raise ConfigError(f"`{name}` is `{shown(get(config, name))}`: choose one of {', '.join(allowed)}")
     for name, (low, high) in RANGES.items():
         value = get(config, name)
-        too_low = value <= 0 if low == ">0" else low is not None and value < low
-        if too_low or (high is not None and value > high):
-            bounds = (
-                f"above 0{f' and at most {high}' if high is not None else ''}" if low == ">0" else _bounds(low, high)
-            )
-            raise ConfigError(f"`{name}` is {value}: it must be {bounds}")
+        if (value <= 0 if low == ">0" else value < low) or value > high:
+            bounds = f"above 0 and at most {high}" if low == ">0" else f"between {low} and {high}"
+            raise ConfigError(f"`{name}` is {shown(value)}: it must be {bounds}")
     _combinations(config)
+    _memory(config)
 
 
-def _bounds(low: Any, high: Any) -> str:
-    if low == ">0":
-        return "above 0"
-    return f"at least {low}" if high is None else f"between {low} and {high}"
+def shown(value: Any) -> str:
+    """A value as it stands in a message: one line, and short whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print very long ones
+        return "a number of about 10^" + str(int(value.bit_length() * 0.30103))
+    text = value if isinstance(value, str) else _REPR.repr(value) if isinstance(value, list | dict) else str(value)
+    text = " ".join(text[:200].split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 2, 3, 3
+
+
+def policy_parameters(policy: PolicyConfig, vocab_size: int) -> int:
+    """Number of parameters of a policy."""
+    query, kv = policy.heads * policy.head_dim, policy.kv_heads * policy.head_dim
+    layer = policy.width * (2 * query + 2 * kv + 3 * policy.mlp_width + 2) + 2 * policy.head_dim * policy.qk_norm
+    return policy.layers * layer + policy.width * (1 + vocab_size * (1 if policy.tie_embeddings else 2))
+
+
+def _memory(c: RunConfig) -> None:
+    """Refuses a policy whose training state (float32 parameters, two Adam moments) no machine like this holds."""
+    try:
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a system that says
+        return
+    count = policy_parameters(c.policy, c.tokenizer.vocab_size)
+    share = 12 * count / (c.mesh.fsdp * c.mesh.tensor * c.mesh.expert)  # bytes on one device
+    _refuse(
+        share > MEMORY_FACTOR * machine,
+        f"`policy` has {count / 1e9:.3g} billion parameters, {share / 2**30:.3g} GiB a device with their Adam moments, "
+        f"and this machine has {machine / 2**30:.3g} GiB: lower `policy.layers`, `policy.width` or `policy.mlp_width`",
+    )
 
 
 def _refuse(condition: bool, message: str) -> None:
@@ -137,7 +177,10 @@ def _refuse(condition: bool, message: str) -> None:
 
 def _combinations(c: RunConfig) -> None:
     _refuse(c.simulator.days % 2 == 1, f"`simulator.days` is {c.simulator.days}: use an even number")
-    _refuse(c.mesh.data == 0 or c.mesh.data < -1, f"`mesh.data` is {c.mesh.data}: use -1 (all devices) or at least 1")
+    _refuse(
+        c.mesh.data != -1 and not 1 <= c.mesh.data <= 65536,
+        f"`mesh.data` is {shown(c.mesh.data)}: use -1 (all devices) or between 1 and 65536",
+    )
     _refuse(
         c.policy.heads % c.policy.kv_heads != 0,
         f"`policy.heads` ({c.policy.heads}) must be a multiple of `policy.kv_heads` ({c.policy.kv_heads})",
