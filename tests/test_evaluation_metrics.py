@@ -180,5 +180,47 @@ def test_store_round_trip_and_broken_file(tmp_path):
     (tmp_path / "evaluation" / "sft.json").write_text('{"cause_at_1":')
     with pytest.raises(ConfigError, match="sft.json"):
         store.load_summaries(tmp_path)
-    with pytest.raises(ConfigError, match="evaluate 'grpo' again"):
+    with pytest.raises(ConfigError, match="No such file.*trace-jax eval` for grpo again") as missing:
         store.load_records(tmp_path, "grpo")
+    assert str(missing.value).count("grpo.jsonl") == 1 and "Errno" not in str(missing.value)
+
+
+def _without(key):
+    return lambda s: {k: v for k, v in s.items() if k != key}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: {},
+        lambda s: [],
+        lambda s: None,
+        _without("cause_at_1"),
+        _without("by_type"),
+        _without("extra"),
+        lambda s: s | {"extra": {}},
+        lambda s: s | {"parsed": 0.5},
+        lambda s: s | {"parsed": {"value": "high", "low": 0, "high": 1}},
+        lambda s: s | {"by_cause": []},
+        lambda s: s | {"extra": s["extra"] | {"confusion": {"causes": [], "predicted": [], "counts": [[1]]}}},
+    ],
+)
+def test_summaries_of_another_form_are_one_clear_line(tmp_path, change):
+    rows = [record(0, 0, right=True)]
+    summary = metrics.summarise(rows, CONFIG)
+    store.save(tmp_path, "sft", summary, rows)
+    (tmp_path / "evaluation" / "sft.json").write_text(json.dumps(change(summary)))
+    with pytest.raises(ConfigError, match="^[^\\n]*sft.json holds no results [^\\n]*delete it[^\\n]*$"):
+        store.load_summaries(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "7", '{"index": 1}', "\x00", '{"index": "a"}'])
+def test_answers_of_another_form_are_one_clear_line(tmp_path, line):
+    rows = [record(0, 0, right=True)]
+    store.save(tmp_path, "sft", metrics.summarise(rows, CONFIG), rows)
+    path = tmp_path / "evaluation" / "sft.jsonl"
+    good = json.loads(path.read_text())
+    line = json.dumps(good | json.loads(line)) if "a" in line else line
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match="^[^\\n]*sft.jsonl [^\\n]*again[^\\n]*$"):
+        store.load_records(tmp_path, "sft")

@@ -185,3 +185,26 @@ def test_one_interrupt_is_delivered_after_the_save(tmp_path):
         store.save(1, {"params": tree()}, {})
     assert store.steps() == [1]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("change", ["format", "extra", "arrays", "files", "list", "nested", "shapes"])
+def test_manifest_of_another_form_is_skipped(tmp_path, change):
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"params": tree()}, {})
+    store.save(2, {"params": tree()}, {})
+    path = tmp_path / "00000002" / MANIFEST
+    manifest = json.loads(path.read_text())
+    other = {"list": [], "nested": manifest | {"extra": []}, "shapes": manifest | {"arrays": {"params": {"a": 1}}}}
+    path.write_text(json.dumps(other.get(change, {k: v for k, v in manifest.items() if k != change})))
+    with pytest.warns(UserWarning, match="files of it are missing or not as they were saved"):
+        assert store.latest() == 1
+    with refused("incomplete or damaged"):
+        store.extra(2)
+
+
+def test_a_file_in_place_of_the_directory(tmp_path):
+    (tmp_path / "grpo").write_text("")
+    store = CheckpointStore(tmp_path / "grpo")
+    for call in (store.latest, lambda: store.save(1, {"params": tree()}, {}), lambda: store.extra(1)):
+        with refused("grpo .*move what is there away|no checkpoint"):
+            call()

@@ -156,3 +156,24 @@ def test_bad_input_is_one_line(tokenizer, act, word, capfd):
     with pytest.raises(ConfigError, match=word) as caught:
         act(tokenizer)
     assert "\n" not in str(caught.value)
+
+
+def test_damaged_model_files_are_one_clear_line(tokenizer, tmp_path):
+    path = tmp_path / "tokenizer.model"
+    cases = [b"", b"not a model", tokenizer.model[: len(tokenizer.model) // 2]]
+    for seed in range(60):
+        rng, data = random.Random(seed), bytearray(tokenizer.model)
+        for _ in range(4):
+            data[rng.randrange(len(data) // 2)] = rng.randrange(256)
+        cases.append(bytes(data))
+    refused = 0
+    for case in cases:
+        path.write_bytes(case)
+        try:
+            SentencePieceTokenizer.load(path)  # four bytes may happen to spell another valid model
+        except ConfigError as error:
+            assert str(path) in str(error) and "copy it again" in str(error) and "\n" not in str(error)
+            refused += 1
+    assert refused >= 10
+    with pytest.raises(ConfigError, match="No such file"):
+        SentencePieceTokenizer.load(tmp_path / "missing")

@@ -180,3 +180,38 @@ def test_thinning_keeps_the_mean_and_ticks_are_round():
     assert len(few) == 300 and np.mean([y for _, y in few]) == pytest.approx(np.mean([y for _, y in points]))
     assert svg.nice_ticks(0.03, 1.0) == [0.5, 1.0]
     assert svg.nice_ticks(0, 10) == [0, 5, 10]
+
+
+def test_lines_that_are_no_records_are_skipped_with_a_note(run_dir):
+    path = run_dir / "metrics.jsonl"
+    broken = [
+        b"\xff\xfe{",
+        b"[1, 2]",
+        b"7",
+        b"null",
+        b'{"stage": "sft"}',
+        b"[" * 9000,
+        b'{"stage": "sft", "step": 1e999}',
+    ]
+    strange = b'{"stage": "sft", "step": 31, "loss": 1e308, "x": ' + b"9" * 400 + b"}"
+    path.write_bytes(b"\n".join([*broken, strange, path.read_bytes()]))
+    with pytest.warns(UserWarning, match=f"skipped {len(broken)} lines of metrics.jsonl .*line 1"):
+        page = html.build(run_dir)
+    checker = check(page)
+    assert checker.tags.count("svg") == 3 and f"skipped {len(broken)} lines" in page
+
+
+def test_trajectories_of_another_tokenizer_are_one_clear_line(run_dir, chat):
+    other = sampled(chat)
+    ids = np.where(np.arange(len(other.ids)) == 3, 10**6, other.ids).astype(np.int32)
+    trajectory.write_parquet(run_dir / "trajectories" / "grpo-000010.parquet", [dataclasses.replace(other, ids=ids)])
+    with pytest.raises(ConfigError, match="another tokenizer .*delete it"):
+        html.build(run_dir)
+
+
+def test_a_summary_without_bounds_has_a_page(run_dir):
+    path = run_dir / "evaluation" / "grpo.json"
+    summary = json.loads(path.read_text())
+    summary["no_signal"] = {"value": 0.5, "low": None, "high": None}
+    path.write_text(json.dumps(summary))
+    check(html.build(run_dir))

@@ -3,6 +3,8 @@
 import dataclasses
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from trace_jax.config import ConfigError
@@ -75,3 +77,21 @@ def test_greedy_trajectories_give_no_behaviour_logprobs():
     assert _trajectory().behaviour_logprobs()[2] == -0.5
     with pytest.raises(ConfigError, match="greedily"):
         _trajectory(logprobs=np.array([0, 0, np.nan, np.nan, 0], np.float32)).behaviour_logprobs()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pa.table({"x": [1, 2]}),
+        to_table([_trajectory()]).drop_columns(["labels"]),
+        to_table([_trajectory()]).set_column(9, "info", pa.array(["[1]"])),
+        to_table([_trajectory()]).set_column(12, "ids", pa.array([None], pa.list_(pa.int32()))),
+        to_table([_trajectory()]).set_column(4, "status", pa.array(["done"])),
+        to_table([_trajectory()]).set_column(12, "ids", pa.array(["text"])),
+    ],
+    ids=["foreign", "column gone", "no object", "no ids", "no status", "other type"],
+)
+def test_foreign_parquet_files_are_one_clear_line(tmp_path, table):
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match="^[^\\n]*x.parquet is no trajectory file[^\\n]*delete it$"):
+        read_parquet(tmp_path / "x.parquet")

@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from trace_jax.config import ConfigError
 from trace_jax.evaluation.metrics import EvalRecord
+from trace_jax.simulator.vocabulary import CAUSE_NAMES, EPISODE_TYPES
 
 FOLDER = "evaluation"
+_INTERVALS = ("cause_at_1", "full_attr_at_1", "full_attr_at_5", "jaccard", "no_signal", "parsed", "tool_calls")
+_TYPES = typing.get_type_hints(EvalRecord)
+_READING = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 def _write(path: Path, text: str) -> None:
@@ -33,21 +39,83 @@ def save(run_dir: str | Path, agent: str, summary: dict, records: Sequence[EvalR
 
 
 def load_summaries(run_dir: str | Path) -> dict[str, dict]:
-    """Summary by agent name, sorted by name; empty when nothing was evaluated yet."""
+    """Summary by agent name, sorted by name; empty when nothing was evaluated yet.
+
+    Raises:
+        ConfigError: a file is unreadable or lacks what `metrics.summarise` writes.
+    """
     result = {}
     for path in sorted((Path(run_dir) / FOLDER).glob("*.json")):
         try:
-            result[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"cannot read {path}: {e}; delete it and evaluate again") from e
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            _check_summary(summary)
+        except _READING as e:
+            mend = "delete it and run `trace-jax eval` again"
+            raise ConfigError(f"{path} holds no results ({_reason(e)}): {mend}") from e
+        result[path.stem] = summary
     return result
 
 
+def _numbers(summary: dict) -> Iterator[tuple[str, Any]]:
+    for name in _INTERVALS:
+        yield name, summary[name]
+    for group, names in (("by_type", EPISODE_TYPES), ("by_cause", CAUSE_NAMES)):
+        yield from ((f"{group}.{name}", summary[group][name]) for name in names)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < 1e15
+
+
+def _check_summary(summary: Any) -> None:
+    """Raises one of `_READING` unless tables and reports can be made of it."""
+    if not isinstance(summary, dict):
+        raise TypeError("not a JSON object")
+    for name, node in _numbers(summary):
+        if not all(node[k] is None or _is_number(node[k]) for k in ("value", "low", "high")):
+            raise ValueError(f"{name} has an entry that is no number")
+    extra = summary["extra"]
+    if not all(_is_number(extra[k]) for k in ("episodes", "samples", "confidence")):
+        raise ValueError("extra has an entry that is no number")
+    found = extra["confusion"]
+    if [len(row) for row in found["counts"]] != [len(found["predicted"])] * len(found["causes"]):
+        raise ValueError("extra.confusion is no table")
+    if not all(_is_number(x) for row in found["counts"] for x in row):
+        raise ValueError("extra.confusion has an entry that is no number")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    # What Python says of a wrong type would mean nothing to a reader.
+    known = isinstance(error, ValueError) or str(error).startswith("not a JSON")
+    return " ".join(str(error).split()) if known else "not of the form that `trace-jax eval` writes"
+
+
+def _record(line: str) -> EvalRecord:
+    record = EvalRecord(**json.loads(line))
+    for name, kind in _TYPES.items():
+        value = getattr(record, name)
+        if not isinstance(value, kind) and not (kind == float | None and isinstance(value, int)):
+            raise ValueError(f"`{name}` is a {type(value).__name__}")
+    if record.type not in EPISODE_TYPES or record.cause not in CAUSE_NAMES:
+        raise ValueError("unknown episode type or cause")
+    return record
+
+
 def load_records(run_dir: str | Path, agent: str) -> list[EvalRecord]:
-    """The answers `save` wrote for `agent`."""
+    """The answers `save` wrote for `agent`.
+
+    Raises:
+        ConfigError: the file is missing or one of its lines is no answer.
+    """
     path = Path(run_dir) / FOLDER / f"{agent}.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        return [EvalRecord(**json.loads(line)) for line in lines if line]
-    except (OSError, ValueError, TypeError) as e:
-        raise ConfigError(f"cannot read {path}: {e}; evaluate {agent!r} again") from e
+        return [_record(line) for line in lines if line]
+    except _READING as e:
+        raise ConfigError(
+            f"cannot read {path} ({_reason(e)}): run `trace-jax eval` for {agent} again, or delete {agent}.json"
+        ) from e

@@ -85,11 +85,12 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Complete checkpoints, oldest first; warns about every incomplete one, which is skipped."""
         complete = self._complete()
-        if self.directory.exists():
-            whole = {self._path(s).name for s in complete}
-            for path in sorted(self.directory.iterdir()):
-                if path.name.startswith(PARTIAL) or (path.name.isdigit() and path.name not in whole):
-                    warnings.warn(f"skipping incomplete checkpoint {path}: its save was cut off", stacklevel=2)
+        whole = {self._path(s).name for s in complete}
+        for path in sorted(self._entries()):
+            partial = path.name.startswith(PARTIAL)
+            if partial or (_is_step(path.name) and path.name not in whole):
+                why = "its save did not finish" if partial else "files of it are missing or not as they were saved"
+                warnings.warn(f"skipping incomplete checkpoint {path}: {why}", stacklevel=2)
         return complete
 
     def latest(self) -> int | None:
@@ -134,18 +135,27 @@ class CheckpointStore:
     def _path(self, step: int) -> epath.Path:
         return self.directory / f"{step:08d}"
 
+    def _entries(self) -> list[epath.Path]:
+        try:
+            return list(self.directory.iterdir()) if self.directory.exists() else []
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoints in {self.directory} cannot be listed ({_one_line(error)}): "
+                "it must be a readable directory; move what is there away or mend its permissions"
+            ) from error
+
     def _complete(self) -> list[int]:
-        if not self.directory.exists():
-            return []
-        steps = sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit())
+        steps = sorted({int(p.name) for p in self._entries() if _is_step(p.name)})
         return [s for s in steps if self._is_complete(self._path(s))]
 
     def _is_complete(self, path: epath.Path) -> bool:
         """The manifest is written last, so its presence is the commit; sizes catch a copy that stopped half way."""
         try:
-            files = json.loads((path / MANIFEST).read_text())["files"]
-            return all((path / file).stat().length == size for file, (size, _) in files.items())
-        except (OSError, ValueError, KeyError, TypeError):
+            manifest = json.loads((path / MANIFEST).read_text())
+            if not _is_whole(manifest):
+                return False
+            return all((path / file).stat().length == size for file, (size, _) in manifest["files"].items())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
 
     def _manifest(self, step: int) -> dict[str, Any]:
@@ -200,10 +210,9 @@ class CheckpointStore:
             doomed.rmtree()
 
     def _remove_partial(self) -> None:
-        if self.directory.exists():
-            for path in list(self.directory.iterdir()):
-                if path.name.startswith(PARTIAL):
-                    path.rmtree()
+        for path in self._entries():
+            if path.name.startswith(PARTIAL):
+                path.rmtree()
 
 
 def save_state(store: CheckpointStore, state: TrainState, extra: Mapping[str, Any]) -> None:
@@ -266,6 +275,16 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def _is_whole(manifest: dict[str, Any]) -> bool:
+    """Whether a manifest has all that a restore reads; anything but JSON objects raises."""
+    described = all(_shape(d) for arrays in manifest["arrays"].values() for d in arrays.values())
+    return described and "format" in manifest and isinstance(manifest["extra"], dict)
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit()
 
 
 def _flatten(tree: Any) -> dict[str, Any]:

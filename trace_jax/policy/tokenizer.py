@@ -54,7 +54,18 @@ class SentencePieceTokenizer:
     def __init__(self, model: bytes):
         """Args:
         model: the bytes of a sentencepiece `.model` file.
+
+        Raises:
+            ConfigError: they are not one, or a damaged one.
         """
+        try:
+            self._open(model)
+        except Exception as error:  # damaged bytes surface as RuntimeError, IndexError, UnicodeDecodeError, ...
+            raise ConfigError("tokenizer: not a sentencepiece model, or a damaged one: use an intact copy") from error
+
+    def _open(self, model: bytes) -> None:
+        if not model:
+            raise ValueError("empty")  # sentencepiece takes it for "load later"
         self.model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         size = self._processor.vocab_size()
@@ -62,6 +73,8 @@ class SentencePieceTokenizer:
         self._control = [self._processor.is_control(i) or self._processor.is_unknown(i) for i in range(size)]
         self._bytes = [self._spelling(i) for i in range(size)]
         self._space_bytes = [self._processor.piece_to_id(f"<0x{b:02X}>") for b in _SPACE.encode()]
+        if self._processor.pad_id() < 0 or not all(map(self._processor.is_byte, self._space_bytes)):
+            raise ValueError("no padding or byte pieces")
 
     @classmethod
     def train(
@@ -197,9 +210,11 @@ class SentencePieceTokenizer:
         try:
             return cls(Path(path).read_bytes())
         except OSError as error:
-            raise ConfigError(f"tokenizer: cannot read {path}: {error.strerror}") from error
-        except RuntimeError as error:
-            raise ConfigError(f"tokenizer: {path} is not a sentencepiece model: copy it again") from error
+            raise ConfigError(f"tokenizer: cannot read {path}: {error.strerror}; copy it again") from error
+        except ConfigError as error:
+            raise ConfigError(
+                f"tokenizer: {path} is not a sentencepiece model, or a damaged one: copy it again"
+            ) from error
 
 
 def _train(texts: list[str], vocab_size: int, control: list[str], symbols: list[str], alphabet: str) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from trace_jax.simulator.vocabulary import CAUSE_NAMES, EPISODE_TYPES
 
 CASES_PER_TYPE = 1  # right and wrong investigations shown of each episode type
 _NOT_CURVES = {"stage", "step"}
+_DRAWABLE = 1e100  # beyond it the arithmetic of a chart overflows
 
 
 def write(run_dir: str | Path, out: str | Path | None = None) -> Path:
@@ -53,6 +55,7 @@ def build(run_dir: str | Path) -> str:
     agents = store.load_summaries(run_dir)
     last = _last_agent(agents)
     cases, cases_from = _cases(run_dir)
+    stages, skipped = _stages(run_dir / "metrics.jsonl")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(PAGE).render(
         name=run_dir.resolve().name,
@@ -62,10 +65,11 @@ def build(run_dir: str | Path) -> str:
         differences=_differences(run_dir, agents),
         by_cause=_by_cause(agents),
         matrix=_matrix(last, agents[last]) if last else None,
-        stages=_stages(run_dir / "metrics.jsonl"),
+        stages=stages,
+        skipped=skipped,
         cases=cases,
         cases_from=cases_from,
-        config=config_file.read_text(encoding="utf-8"),
+        config=config_file.read_text(encoding="utf-8", errors="replace"),
     )
 
 
@@ -93,7 +97,11 @@ def _figures(summary: dict) -> list[dict[str, str]]:
         "tool calls": summary["tool_calls"],
     }
     return [
-        {"label": label, "value": f"{c['value']:.3g}", "detail": f"{c['low']:.3g} to {c['high']:.3g}"}
+        {
+            "label": label,
+            "value": f"{c['value']:.3g}",
+            "detail": "" if c["low"] is None else f"{c['low']:.3g} to {c['high']:.3g}",
+        }
         for label, c in chosen.items()
         if c["value"] is not None
     ]
@@ -146,23 +154,36 @@ def _flatten(record: dict, prefix: str = "") -> dict[str, float]:
         if isinstance(value, dict):
             flat |= _flatten(value, f"{prefix}{key}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            flat[prefix + key] = float(value)
+            flat[prefix + key] = float(value) if abs(value) < _DRAWABLE else math.nan
         elif value is None:
             flat[prefix + key] = math.nan  # a gap, not a missing curve
     return flat
 
 
-def _stages(path: Path) -> list[tuple[str, list[dict]]]:
-    """Charts of every figure that was logged at more than one step, by stage in order of appearance."""
+def _stages(path: Path) -> tuple[list[tuple[str, list[dict]]], str]:
+    """Charts of every figure that was logged at more than one step, by stage in order of appearance; and a note about
+    lines that are no records (empty when there are none)."""
     curves: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    data = path.read_bytes() if path.is_file() else b""
+    broken = []
+    lines = data.splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             stage, step = str(record["stage"]), float(record["step"])
-        except (ValueError, KeyError, TypeError):
-            continue  # a line cut short by a crash
-        for name, value in _flatten({k: v for k, v in record.items() if k not in _NOT_CURVES}).items():
+            if not abs(step) < 2**53:
+                raise ValueError("step")
+            figures = _flatten({k: v for k, v in record.items() if k not in _NOT_CURVES})
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            if line.strip() and (number < len(lines) or data.endswith(b"\n")):  # else: cut short by a crash
+                broken.append(number)
+            continue
+        for name, value in figures.items():
             curves[stage][name].append((step, value))
+    note = ""
+    if broken:
+        note = f"skipped {len(broken)} lines of {path.name} that are no records (the first is line {broken[0]})"
+        warnings.warn(note, stacklevel=2)
     result = []
     for stage, named in curves.items():
         charts = []
@@ -173,7 +194,7 @@ def _stages(path: Path) -> list[tuple[str, list[dict]]]:
                 charts.append({"name": name, "last": f"{finite[-1]:.4g}", "svg": drawn})
         if charts:
             result.append((stage, charts))
-    return result
+    return result, note
 
 
 def turns(trajectory: Trajectory, chat: NanoChat) -> list[tuple[str, str, bool]]:
@@ -208,7 +229,10 @@ def _cases(run_dir: Path) -> tuple[list[dict], str]:
         return [], ""
     chat = NanoChat(SentencePieceTokenizer.load(model))
     chosen: dict[tuple[str, bool], list[Trajectory]] = defaultdict(list)
+    size = chat.tokenizer.vocab_size
     for t in read_parquet(files[-1]):
+        if len(t) and not 0 <= t.ids.min() <= t.ids.max() < size:
+            raise ConfigError(f"{files[-1]} was written with another tokenizer than {model}: delete it")
         group = chosen[(str(t.labels.get("type")), bool(t.info.get("full_right")))]
         if len(group) < CASES_PER_TYPE and all(t.task_index != other.task_index for other in group):
             group.append(t)

@@ -70,6 +70,7 @@ details pre { background: var(--panel); padding: 10px 14px; border-radius: 8px; 
 {% for stage, charts in stages %}<h2>Training curves: {{ stage }}</h2>
 <div class="charts">{% for c in charts %}<div class="chart"><h3>{{ c.name }}<span class="last">{{ c.last }}</span></h3>{{ c.svg|safe }}</div>
 {% endfor %}</div>{% endfor %}
+{% if skipped %}<p class="note">Note: {{ skipped }}.</p>{% endif %}
 
 {% if cases %}<h2>Investigations</h2>
 <p class="note">From {{ cases_from }}. Shaded: what the agent wrote; the rest is what it was shown.</p>

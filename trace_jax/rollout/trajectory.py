@@ -174,6 +174,8 @@ def from_table(table: pa.Table) -> list[Trajectory]:
         }
         for name in ("rewards", "info", "labels"):
             row[name] = json.loads(row[name])
+            if not isinstance(row[name], dict):
+                raise ValueError(f"`{name}` of a row is no JSON object")
         row["versions"] = tuple(row["versions"])
         result.append(Trajectory(**row, **streams))
     return result
@@ -202,9 +204,12 @@ def read_parquet(path: str | Path) -> list[Trajectory]:
       ConfigError: the file is missing or is no trajectory file.
     """
     try:
+        # Arrow fills columns that a foreign file lacks with nulls.
+        if lacking := [name for name in _SCHEMA.names if name not in pq.read_schema(path).names]:
+            raise ValueError(f"it has no column `{lacking[0]}`")
         return from_table(pq.read_table(path, schema=_SCHEMA))
-    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"cannot read trajectories from {path}: {reason}; expected a trajectories/*.parquet"
-        ) from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"cannot read trajectories from {path}: no such file; check the path") from error
+    except (OSError, pa.ArrowException, KeyError, ValueError, TypeError, AttributeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"{path} is no trajectory file, or a damaged one ({reason}): delete it") from error
