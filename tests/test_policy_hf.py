@@ -83,6 +83,8 @@ def cut(path: Path) -> None:
     [
         (lambda d: (d / "config.json").unlink(), "config.json"),
         (lambda d: (d / "config.json").write_text("{"), "not JSON"),
+        (lambda d: (d / "config.json").write_text("[]"), "vocab_size"),
+        (lambda d: edit(d, vocab_size=None), "vocab_size"),
         (lambda d: edit(d, model_type="gpt2"), "gpt2"),
         (lambda d: edit(d, attention_bias=True), "attention_bias"),
         (lambda d: edit(d, rope_parameters={"rope_type": "yarn"}), "rope_scaling"),
@@ -107,3 +109,33 @@ def test_export_to_an_impossible_place(tokenizer, tmp_path):
     model = Transformer(CFG, tokenizer.vocab_size, rngs=nnx.Rngs(0))
     with pytest.raises(ConfigError, match="cannot write"):
         hf.export(tmp_path / "file", model, tokenizer, NanoChat(tokenizer))
+
+
+def test_files_have_the_modes_that_the_umask_gives(exported):
+    plain = exported.parent / "plain"
+    plain.write_text("")
+    assert {p.stat().st_mode for p in exported.iterdir()} == {plain.stat().st_mode}
+
+
+@pytest.mark.parametrize("fails", ["save_file", "replace"])
+def test_an_export_that_is_cut_off_leaves_no_mix(exported, tokenizer, tmp_path, monkeypatch, fails):
+    directory = tmp_path / "copy"
+    shutil.copytree(exported, directory)
+    before = {p.name: p.read_bytes() for p in directory.iterdir()}
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf.safetensors.numpy if fails == "save_file" else hf.os, fails, interrupted)
+    model = Transformer(dataclasses.replace(CFG, layers=1), tokenizer.vocab_size, rngs=nnx.Rngs(1))
+    with pytest.raises(KeyboardInterrupt):
+        hf.export(directory, model, tokenizer, NanoChat(tokenizer))
+    assert not (directory / hf.PARTIAL).exists()
+    if fails == "save_file":
+        assert {p.name: p.read_bytes() for p in directory.iterdir()} == before
+    else:  # between two renames: nothing that loads
+        with pytest.raises(ConfigError, match="config.json"):
+            hf.load_model(directory)
+    monkeypatch.undo()
+    hf.export(directory, model, tokenizer, NanoChat(tokenizer))
+    assert hf.load_model(directory).cfg.layers == 1 and not (directory / hf.PARTIAL).exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -20,6 +22,7 @@ from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.policy.transformer import Transformer
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
+PARTIAL = ".partial-export"
 
 # Our stacked parameter -> name inside a layer on disk. Matrices are stored [out, in] there, [in, out] here.
 _LAYER_NAMES = {
@@ -40,6 +43,9 @@ _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 def export(directory: str | Path, model: Transformer, tokenizer: SentencePieceTokenizer, chat: NanoChat) -> None:
     """Writes a checkpoint that `transformers`, vLLM or `load` open: Qwen3ForCausalLM with query/key norms, else Llama.
+
+    The files are written in a subdirectory and renamed when all are complete, config.json last: an interrupted export
+    leaves the old checkpoint, the new one, or one without config.json, which nothing loads, but never a mix.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -62,14 +68,22 @@ def export(directory: str | Path, model: Transformer, tokenizer: SentencePieceTo
             "model_max_length": model.cfg.max_length,
         },
     }
+    partial = directory / PARTIAL  # inside: the same file system and permissions as the target
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        safetensors.numpy.save_file(tensors(model), directory / WEIGHTS, metadata={"format": "pt"})
-        tokenizer.save(directory / TOKENIZER)
+        partial.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            (directory / name).write_text(json.dumps(content, indent=1) + "\n")
+            (partial / name).write_text(json.dumps(content, indent=1) + "\n")
+        tokenizer.save(partial / TOKENIZER)
+        safetensors.numpy.save_file(tensors(model), partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode & 0o777)  # safetensors makes it private
+        (directory / CONFIG).unlink(missing_ok=True)
+        for path in sorted(partial.iterdir(), key=lambda p: p.name == CONFIG):
+            os.replace(path, directory / path.name)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"export: cannot write {directory}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"export: cannot write {directory}: {reason}; free space or choose another --out") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def load(directory: str | Path) -> tuple[Transformer, SentencePieceTokenizer]:
@@ -94,6 +108,8 @@ def load_model(directory: str | Path) -> Transformer:
         raise ConfigError(f"import: cannot read {directory / CONFIG}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"import: {directory / CONFIG} is not JSON: {error}") from error
+    if not isinstance(settings, dict) or not isinstance(settings.get("vocab_size"), int):
+        raise ConfigError(f"import: {directory / CONFIG} has no whole number `vocab_size`: copy it again")
     cfg = policy_config(settings)
     found: dict[str, jax.Array] = {}
     for path in sorted(directory.glob("*.safetensors")):
