@@ -1,6 +1,8 @@
 """Bad usage: one line on stderr and exit status 2; help and dry run without loading JAX."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -61,6 +63,57 @@ def test_dry_run_prints_the_resolved_run(capsys, tmp_path):
 def test_dry_run_refuses_what_could_not_run(capsys):
     assert "does not cover" in bad(capsys, "train", "--dry-run", "--mesh.fsdp", "3")
     assert "`grpo.objective` dr_grpo" in bad(capsys, "train", "--dry-run", "--grpo.objective", "dr_grpo")
+
+
+def test_commands_that_show_a_run_take_no_configuration(capsys, tmp_path):
+    for command in ("report", "export"):
+        assert "takes no --seed" in bad(capsys, command, "--run-dir", str(tmp_path), "--seed", "1")
+        assert "takes no --config" in bad(capsys, command, "--run-dir", str(tmp_path), "--config", "x.yaml")
+
+
+def test_simulate_looks_at_its_target_first(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is a file" in bad(capsys, "simulate", "--out", str(tmp_path / "file"), "--data.train", "1000000")
+    assert "not a directory" in bad(capsys, "simulate", "--out", str(tmp_path / "file" / "below"))
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "unsaid"),
+    [
+        (
+            OSError(errno.ENOSPC, "", "r/m.jsonl"),
+            "r/m.jsonl: no space left on device; free some",
+            "--resume",
+        ),
+        (OSError(errno.EACCES, "", "r/.lock"), "make it writable", "--resume"),
+        (OSError(errno.ENAMETOOLONG, "", "x"), "choose another path", "--resume"),
+        (MemoryError(), "out of memory: lower", "--resume"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"), "out of memory: lower", "--resume"),
+    ],
+)
+def test_limits_of_the_machine_are_one_line(capsys, monkeypatch, error, said, unsaid):
+    def fail(args, config):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "bench", ("", fail))
+    message = bad(capsys, "bench", "sim")
+    assert said in message and unsaid not in message
+
+
+def run(*argv, **kwargs):
+    command = [sys.executable, "-m", "trace_jax.cli", *argv]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+def test_output_that_cannot_be_written(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = run("train", "--dry-run", stdout=full)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "standard output: no space left" in done.stderr
+    plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    shows = "c.COMMANDS['bench'] = ('', lambda *_: print('\\u2581') or {})"
+    code = f"import trace_jax.cli as c; {shows}; c.main(['bench', 'sim'])"
+    done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "?\n"), done.stderr
 
 
 def test_no_command_prints_help(capsys):

@@ -1,20 +1,25 @@
 """Run directories, interrupts and progress without a model."""
 
+import dataclasses
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 from rich.console import Console
 
+from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
+from trace_jax.recipes.pool import ProcessPool, WorkerDied, wait
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import STAGES, RunDirectory, first_used, stored_config
 
 
 def records(run):
@@ -29,8 +34,6 @@ def test_create_open_and_refusals(tmp_path):
         assert run.config == config
     with pytest.raises(ConfigError, match="already holds a run: add --resume"):
         RunDirectory.create(path, config)
-    with pytest.raises(ConfigError, match="seed"):
-        RunDirectory.open(path, config.replace(seed=1))
     with pytest.raises(ConfigError, match="no run in"):
         RunDirectory.open(tmp_path / "b")
     (tmp_path / "file").write_text("")
@@ -53,8 +56,66 @@ def test_metrics_are_cut_at_the_checkpointed_step(tmp_path):
         ]  # fmt: skip
         with open(run.path / "metrics.jsonl", "a") as file:
             file.write('{"stage": "grpo", "st')  # a crash in the middle of a line
-        run.truncate("sft", 2)
-        assert [r["step"] for r in records(run)] == [1, 2]
+        run.truncate("sft", 2)  # the other stages keep theirs, and half a line is nothing to warn about
+        assert [(r["stage"], r["step"]) for r in records(run)] == [("sft", 1), ("sft", 2), ("grpo", 1), ("grpo", 2)]
+
+
+def test_damaged_records_are_left_out_with_a_warning(tmp_path):
+    with RunDirectory.create(tmp_path / "r", RunConfig()) as run:
+        good = b'{"stage": "sft", "step": 1}\n'
+        for line in (b"\xff\xfe\n", b"[1]\n", b'{"stage": "sft"}\n', b"3\n", b'{"stage": "sft", "step": "x"}\n'):
+            (run.path / "metrics.jsonl").write_bytes(good + line + good)
+            with pytest.warns(UserWarning, match="line 2 is damaged"):
+                run.truncate("grpo", 0)
+            assert (run.path / "metrics.jsonl").read_bytes() == good * 2
+
+
+def test_what_no_stage_has_used_may_change(tmp_path):
+    """The advice to raise a limit can be followed without losing the teacher's work."""
+    config = RunConfig()
+
+    def changed(section, **fields):
+        return config.replace(**{section: dataclasses.replace(getattr(config, section), **fields)})
+
+    path = tmp_path / "r"
+    RunDirectory.create(path, config).__exit__()
+    (path / "data" / "teacher").mkdir(parents=True)
+    (path / "data" / "teacher" / "00000.parquet").touch()
+    (path / "tokenizer.model").touch()
+    for new in (changed("rollout", max_turn_tokens=90), changed("policy", layers=2), changed("sft", epochs=1)):
+        with RunDirectory.open(path, new):
+            assert stored_config(path) == new
+    with pytest.raises(ConfigError, match="`simulator.days` cannot change any more: teacher"):
+        RunDirectory.open(path, changed("simulator", days=56))
+    RunDirectory.open(path, config).__exit__()
+    (path / "checkpoints" / "sft" / "00000002").mkdir(parents=True)
+    for new in (changed("grpo", steps=3), changed("evaluation", samples=2), config):
+        RunDirectory.open(path, new).__exit__()
+    with pytest.raises(ConfigError, match="`policy.layers`"):
+        RunDirectory.open(path, changed("policy", layers=2))
+    (path / "checkpoints" / "grpo" / "00000002").mkdir(parents=True)
+    for new in (changed("grpo", steps=3), changed("evaluation", samples=2)):
+        with pytest.raises(ConfigError, match="cannot change any more: grpo"):
+            RunDirectory.open(path, new)
+    with RunDirectory.open(path, changed("rollout", tool_workers=5)) as run:
+        assert run.config.rollout.tool_workers == 5
+
+
+def test_every_field_has_a_first_use():
+    for name, _ in config_io.flatten(RunConfig()):
+        assert first_used(name) in ("", *STAGES), name
+
+
+@pytest.mark.parametrize("text", ["", "name: nano\n", "name: [", "name: nano\nseed: 0\nsimulator: {days: 28"])
+def test_a_cut_configuration_is_damage_not_defaults(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="config.yaml is damaged"):
+        RunDirectory.open(tmp_path)
+
+
+def test_reading_takes_no_lock(tmp_path):
+    with RunDirectory.create(tmp_path / "r", RunConfig()), RunDirectory.open(tmp_path / "r", lock=False) as reader:
+        assert reader.path.is_dir()
 
 
 def test_first_signal_asks_and_second_ends():
@@ -80,15 +141,32 @@ def test_first_signal_asks_and_second_ends():
     assert (done.returncode, done.stdout) == (130, "still here\n")
 
 
-def test_abortable_work_ends_at_once():
-    with Interrupt() as interrupt, pytest.raises(Interrupted), interrupt.abortable():
+def test_the_handler_raises_nothing_and_callbacks_do():
+    """An exception out of a signal handler would be swallowed by event loops and break compilations."""
+    with Interrupt() as outer:
         os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("went on after the signal")
-    with Interrupt() as interrupt:
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Interrupted) as caught, interrupt.abortable():
-            raise AssertionError("began after the signal")
-    assert caught.value.status == 143
+        with Interrupt() as inner, pytest.raises(Interrupted) as caught:  # begun after the signal: heard all the same
+            inner.check(3, 12)
+    assert outer.requested and caught.value.status == 143
+
+
+def test_waiting_for_workers_ends_at_a_signal_and_workers_with_it():
+    with ProcessPool(2) as pool:
+        assert wait([pool.submit(abs, -k) for k in range(5)], lambda: None) == list(range(5))
+        with pytest.raises(TypeError):
+            wait([pool.submit(abs, "x")], lambda: None)
+        begun = time.monotonic()
+        with Interrupt() as interrupt, pytest.raises(Interrupted):
+            jobs = [pool.submit(time.sleep, 60) for _ in range(4)]
+            os.kill(os.getpid(), signal.SIGINT)
+            wait(jobs, interrupt.check)
+    assert time.monotonic() - begun < 10
+    assert not multiprocessing.active_children()
+
+
+def test_a_dead_worker_is_reported():
+    with ProcessPool(1) as pool, pytest.raises(WorkerDied):
+        wait([pool.submit(os._exit, 1)], lambda: None)
 
 
 def test_plain_progress_is_sparse_and_shows_figures():

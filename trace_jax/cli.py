@@ -6,10 +6,12 @@ Exit status: 0 success, 2 bad input (one line on stderr), 1 failure, 130 interru
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
 import shlex
+import signal
 import sys
 import traceback
 import warnings
@@ -20,10 +22,22 @@ from typing import Any
 
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.recipes.interrupt import Interrupted
+from trace_jax.recipes.interrupt import Interrupt, Interrupted
+from trace_jax.recipes.rundir import stored_config
 
 # The machine's limits, not faults of the program: reported as one line like any other bad input.
-_MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_PERMISSION = {errno.EROFS, errno.EACCES, errno.EPERM}
+_BAD_PATH = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
+_MACHINE_ERRORS = _NO_SPACE | _NO_PERMISSION | _BAD_PATH
+_TRAINING = ("train", "sft", "grpo")
+_MEMORY = (
+    "out of memory: lower rollout.slots, sft.microbatch.rows, grpo.microbatch.rows, simulator.batch, the sizes of the "
+    "policy or those of the data"
+)
+_STOPPABLE = (*_TRAINING, "eval", "export", "simulate", "inspect")
+_INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_FIXED = ("export", "report")  # show a run as it was: no configuration of their own
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,7 +74,7 @@ def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
 def _export(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
     from trace_jax.recipes import export
 
-    return export.command(args.run_dir, config, stage=args.stage, out=args.out)
+    return export.command(args.run_dir, stage=args.stage, out=args.out)
 
 
 def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
@@ -74,6 +88,8 @@ def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 def _report(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax.report import html
 
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     page = html.write(args.run_dir, args.out)
     print(page)
     return {"report": str(page)}
@@ -104,13 +120,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for name, (text, _) in COMMANDS.items():
         p = commands.add_parser(name, help=text, description=text, allow_abbrev=False, epilog=parser.epilog)
-        p.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: built-in values)")
+        p.set_defaults(config=None)
+        if name in _FIXED:
+            p.epilog = None
+        else:
+            p.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: built-in values)")
         p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-        if name in ("train", "sft", "grpo", "simulate"):
+        if name in (*_TRAINING, "simulate"):
             p.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-        if name in ("train", "sft", "grpo", "eval", "export", "report"):
+        if name in (*_TRAINING, "eval", "export", "report"):
             p.add_argument("--run-dir", type=Path, metavar="DIR", help="default for new runs: runs/<config>-<date>")
-        if name in ("train", "sft", "grpo"):
+        if name in _TRAINING:
             p.add_argument("--resume", action="store_true", help="continue the run in --run-dir where it stopped")
         if name == "grpo":
             p.add_argument("--init", type=Path, metavar="DIR", help="start a new run from the SFT policy of this run")
@@ -163,25 +183,28 @@ def split_overrides(argv: Sequence[str], flags: set[str]) -> tuple[list[str], li
 
 
 def _flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
-    chosen = next((w for w in argv if not w.startswith("-")), None)
-    sub = parser._subparsers._group_actions[0].choices.get(chosen)  # type: ignore[union-attr]
+    sub = parser._subparsers._group_actions[0].choices.get(_command(argv))  # type: ignore[union-attr]
     known = [parser] if sub is None else [parser, sub]
     return {option for p in known for option in p._option_string_actions}
 
 
 def _run(argv: Sequence[str]) -> int:
     parser = _parser()
-    command = next((w for w in argv if not w.startswith("-")), None)
+    command = _command(argv)
     if command is not None and command not in COMMANDS:
         meant = config_io.nearest(command, COMMANDS)
         mend = f"did you mean {meant}?" if meant else f"commands: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {command}: {mend}")
+    if command in _FIXED and any(w.partition("=")[0] == "--config" for w in argv):
+        raise ConfigError(f"`{command}` takes no --config: it uses that of the run")
     words, overrides = split_overrides(argv, _flags(parser, argv))
     args = parser.parse_args(words)
+    if command in _FIXED and overrides:
+        raise ConfigError(f"`{command}` takes no --{overrides[0][0]}: it uses the configuration of the run")
     if args.command is None:
         parser.print_help()
         return 2
-    config = config_io.load(_config_file(args), overrides)
+    config = _config(args, overrides)
     if getattr(args, "dry_run", False):
         if args.command != "simulate":
             from trace_jax.recipes import train
@@ -197,34 +220,74 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _config_file(args: argparse.Namespace) -> Path | None:
-    """The file that a command's configuration starts from: --config, or the one of the run it works on."""
-    if args.config is not None or args.command in ("simulate", "inspect"):
-        return args.config
-    init = getattr(args, "init", None)
-    if args.command == "bench":
+def _config(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> RunConfig:
+    """The configuration of a command: --config, or the one of the run it works on, or the defaults; then overrides."""
+    run = _run_of(args) if args.config is None else None
+    if run is None:
+        return config_io.load(args.config, overrides)
+    stored_config(run)  # refuses a damaged one
+    return config_io.load(run / "config.yaml", overrides)
+
+
+def _run_of(args: argparse.Namespace) -> Path | None:
+    """The run whose configuration a command starts from, None for commands that begin with none."""
+    if args.command in ("simulate", "inspect", "bench"):
         return None
+    init = getattr(args, "init", None)
     continues = args.command in ("grpo", "eval", "export", "report") or args.resume
     run = init or (args.run_dir if continues else None)
-    if run is None:
-        if continues and getattr(args, "agent", None) != "analyst":
-            raise ConfigError("which run? give its directory with --run-dir")
-        return None
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"no run in {run} (no config.yaml there): give the directory of a run")
-    return run / "config.yaml"
+    if run is None and continues and getattr(args, "agent", None) != "analyst":
+        raise ConfigError("which run? give its directory with --run-dir")
+    return run
 
 
 def _one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
+def _machine(error: OSError, argv: Sequence[str]) -> str:
+    """One line for an error of the file system: what, where, and the mend that fits the command."""
+    where = error.filename or "standard output"
+    if error.errno in _BAD_PATH:
+        mend = "choose another path"
+    elif error.errno in _NO_SPACE:
+        mend = "free some space"
+    else:
+        mend = "make it writable or choose another path"
+    again = "continue with --resume" if _command(argv) in _TRAINING and error.filename else "run the command again"
+    return f"cannot write {where}: {os.strerror(error.errno).lower()}; {mend} and {again}"
+
+
+def _command(argv: Sequence[str]) -> str | None:
+    return next((w for w in argv if not w.startswith("-")), None)
+
+
+def _mute() -> None:
+    """What could not be written to standard output is not tried again at exit, which would add a traceback."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        status = main(sys.argv[1:])
+        if status in _INTERRUPTED:
+            # Threads may still be in the middle of something that teardown of the interpreter would trip over.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        return status
+    argv = list(argv)
     warnings.formatwarning = lambda message, *_, **__: f"warning: {_one_line(message)}\n"
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows `?` for what it lacks
     try:
-        return _run(argv)
+        # Commands that look at the request themselves; it may arrive while their modules are still being loaded.
+        with Interrupt() if _command(argv) in _STOPPABLE else contextlib.nullcontext():
+            status = _run(argv)
+        sys.stdout.flush()  # here, where a full disk can still be reported
+        return status
     except ConfigError as error:
         print(f"trace-jax: {_one_line(error)}", file=sys.stderr)
         return 2
@@ -232,19 +295,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"interrupted; continue with: {stop.resume or shlex.join(['trace-jax', *argv])}", file=sys.stderr)
         return stop.status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        print(f"interrupted; start again with: {shlex.join(['trace-jax', *argv])}", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of the output has seen enough
+        _mute()
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in _MACHINE_ERRORS:
             traceback.print_exc()
             return 1
-        where = f" {error.filename}" if error.filename else ""
-        reason = os.strerror(error.errno).lower()
-        print(f"trace-jax: cannot write{where}: {reason}; mend that and continue with --resume", file=sys.stderr)
+        if not error.filename:
+            _mute()
+        print(f"trace-jax: {_one_line(_machine(error, argv))}", file=sys.stderr)
         return 2
     except Exception as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            print(f"trace-jax: {_MEMORY}", file=sys.stderr)
+            return 2
         traceback.print_exc()
-        print(f"trace-jax: failed: {_one_line(error)}", file=sys.stderr)
+        print(f"trace-jax: failed: {_one_line(error) or type(error).__name__}", file=sys.stderr)
         return 1
 
 

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from trace_jax.config import RunConfig
+from trace_jax import config_io
+from trace_jax.config import ConfigError, RunConfig
+from trace_jax.config_rules import get
 from trace_jax.evaluation import store, table
 from trace_jax.evaluation.baselines import evaluate_analyst
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
 from trace_jax.evaluation.metrics import summarise
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import RunDirectory, stored_config, writing
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.trajectory import write_parquet
 
 AGENTS = ("untrained", "analyst", "sft", "grpo")
+OTHER = "other/"  # results of other splits or settings, under evaluation/ and trajectories/
+LIMITS = (
+    "rollout.context",
+    "rollout.max_turns",
+    "rollout.max_turn_tokens",
+    "rollout.trajectory_seconds",
+)
 
 
 def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) -> dict[str, Any]:
@@ -29,43 +40,85 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
         run_dir: the run; without one only the analyst can be scored, and nothing is kept.
         config: the run's configuration with changes to evaluation, rollout or data.
         agent: one of `AGENTS`, or "latest": the most advanced stage.
+
+    Raises:
+        ConfigError: a change that has no meaning here or would cut the policy's investigations short.
     """
     with tempfile.TemporaryDirectory() as scratch:
         if run_dir is None:
-            run = RunDirectory.create(Path(scratch) / "run", config)
+            run, changed = RunDirectory.create(Path(scratch) / "run", config), []
         else:
+            stored = stored_config(run_dir)
+            changed = config_io.differences(stored, config)
+            _check_changes(stored, config, changed, split)
             run = RunDirectory.open(run_dir)
             run.config = config
         with run, Interrupt() as interrupt:
             work = Workspace(run, Progress(), interrupt)
             agent = work.latest_stage() if agent == "latest" else agent
-            result = evaluate(work, agent, split, again=True)
-            show(run.path, {name_of(agent, split): result})
+            name = name_of(agent, split, {field: get(config, field) for field in changed})
+            result = _score(work, agent, split, name)
+            show(run.path, {name.removeprefix(OTHER): result})
     return result
 
 
-def name_of(agent: str, split: str) -> str:
-    """Name of the result: the agent, with the split when it is not the test split."""
-    return agent if split == "test" else f"{agent}-{split}"
+def _check_changes(stored: RunConfig, config: RunConfig, changed: Sequence[str], split: str) -> None:
+    """Refuses changes that an evaluation does not use, or that make it one of a crippled policy."""
+    for name in changed:
+        section = name.split(".")[0]
+        if section == "evaluation" or name in ("data.seed", f"data.{split}"):
+            continue
+        if section != "rollout" or name == "rollout.temperature":
+            also = " (evaluation.temperature does)" if name == "rollout.temperature" else ""
+            raise ConfigError(
+                f"`{name}` cannot change in `eval`{also}: only evaluation.*, data.seed, data.{split} and rollout.* can"
+            )
+        old, new = get(stored, name), get(config, name)
+        if name in LIMITS and new < old:
+            raise ConfigError(f"`{name}` {new} would cut short what the policy learned at {old}: use at least {old}")
 
 
-def evaluate(work: Workspace, agent: str, split: str, *, again: bool = False) -> dict[str, Any]:
-    """Results of an agent on a split (`evaluation.metrics.summarise`), kept in the run directory.
+def name_of(agent: str, split: str, changes: Mapping[str, Any]) -> str:
+    """Name of the result under `evaluation/`. Those of another split or other settings than the run's own lie in a
+    directory of their own, which the report leaves out."""
+    if split == "test" and not changes:
+        return agent
+    parts = [agent, *([split] if split != "test" else []), *(f"{k}={v}" for k, v in sorted(changes.items()))]
+    name = ",".join(parts)
+    return OTHER + (name if len(name) <= 120 else f"{name[:110]}~{zlib.crc32(name.encode()):08x}")
 
-    Args:
-        again: score it even when the run directory holds results.
-    """
-    config, name = work.config, name_of(agent, split)
-    known = store.load_summaries(work.run.path)
-    if name in known and not again:
-        return known[name]
+
+def _settings(config: RunConfig, split: str) -> dict[str, Any]:
+    """What a result depends on besides the policy, as far as it may change within a run."""
+    kept = ("seed", "evaluation.", "rollout.", "environment.reward_", "data.seed", f"data.{split}")
+    unused = ("rollout.temperature", "rollout.tool_workers", "rollout.slots")
+    fields = {k: v for k, v in config_io.flatten(config) if k.startswith(kept) and k not in unused}
+    return {"split": split} | fields
+
+
+def evaluate(work: Workspace, agent: str) -> dict[str, Any]:
+    """Results of an agent on the test split with the run's settings; scored unless the run directory holds them."""
+    known = store.load_summaries(work.run.path).get(agent)
+    wanted = _settings(work.config, "test")
+    if known is not None and known.get("settings", wanted) == wanted:
+        return known
+    return _score(work, agent, "test", agent)
+
+
+def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]:
+    """Results (`evaluation.metrics.summarise` and the settings), kept in the run directory as `name`."""
+    config = work.config
     environment = work.environment(split)
     indices = range(len(environment))
-    with work.interrupt.abortable(), work.progress.bar(f"evaluate {name}", len(environment)) as bar:
+    with work.progress.bar(f"evaluate {name}", len(environment)) as bar:
+
+        def report(done: int, _: int) -> None:
+            bar.update(done)
+            work.interrupt.check()
+
+        work.interrupt.check()
         if agent == "analyst":
-            records = evaluate_analyst(
-                environment, indices, config.environment, seed=config.seed, on_progress=lambda n, _: bar.update(n)
-            )
+            records = evaluate_analyst(environment, indices, config.environment, seed=config.seed, on_progress=report)
         else:
             params = work.initial_params if agent == "untrained" else work.trained_params(agent)
             work.engine.set_params(params, 0)
@@ -77,11 +130,16 @@ def evaluate(work: Workspace, agent: str, split: str, *, again: bool = False) ->
                 config.evaluation,
                 config.rollout,
                 seed=config.seed,
-                on_progress=lambda n, _: bar.update(n),
+                on_progress=report,
             )
+            # A terminal's Ctrl-C also reaches the tool's processes: what came back last may be spoilt.
+            work.interrupt.check()
             records = records_of(trajectories)
-            write_parquet(work.run.folder("trajectories") / f"{name}.parquet", trajectories)
-        result = summarise(records, config.evaluation, seed=config.seed)
+            path = work.run.folder("trajectories") / f"{name}.parquet"
+            with writing(path):
+                path.parent.mkdir(exist_ok=True)
+                write_parquet(path, trajectories)
+        result = summarise(records, config.evaluation, seed=config.seed) | {"settings": _settings(config, split)}
     store.save(work.run.path, name, result, records)
     return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.recipes.interrupt import Interrupt
-from trace_jax.recipes.progress import Progress
+from trace_jax.recipes.progress import Bar, Progress
 from trace_jax.warehouse import splits
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -25,18 +25,32 @@ SHOWN_ROWS = 6  # of each table
 
 def simulate(config: RunConfig, out: Path, names: Sequence[str] | None) -> dict[str, Any]:
     """Writes the splits as Parquet with a manifest; returns the manifest's summary."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file: choose a directory")
+    if (out / "manifest.json").exists():
+        raise ConfigError(f"{out} already holds a data set: remove it or choose another --out")
+    out.mkdir(parents=True, exist_ok=True)  # what cannot be written is better known before the work
     progress, sets = Progress(), {}
-    with Interrupt() as interrupt, interrupt.abortable():
-        for name in names or splits.SPLITS:
+    with Interrupt() as interrupt:
+        for name in dict.fromkeys(names or splits.SPLITS):
             with progress.bar(name, getattr(config.data, name)) as bar:
-                sets[name] = splits.load_split(
-                    config, name, None, on_progress=lambda done, _, bar=bar: bar.update(done)
-                )
+                sets[name] = splits.load_split(config, name, None, on_progress=_reporter(bar, interrupt))
+        interrupt.check()
         progress.note(f"writing {out}")
         manifest = splits.write(out, sets, splits.settings_of(config))
     counts = {name: entry["episodes"] for name, entry in manifest["splits"].items()}
     print(f"{out}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
     return {"out": str(out), "splits": manifest["splits"]}
+
+
+def _reporter(bar: Bar, interrupt: Interrupt) -> Callable[[int, int], None]:
+    """A progress callback that moves the bar and lets Ctrl-C through."""
+
+    def report(done: int, _: int) -> None:
+        bar.update(done)
+        interrupt.check()
+
+    return report
 
 
 def inspect(config: RunConfig, split: str, index: int) -> dict[str, Any]:
@@ -49,8 +63,8 @@ def inspect(config: RunConfig, split: str, index: int) -> dict[str, Any]:
     if not 0 <= index < size:
         raise ConfigError(f"--index {index}: {split} has episodes 0 to {size - 1}")
     console = Console(file=sys.stdout)
-    with Progress().bar(split, size) as bar:
-        episodes = splits.load_split(config, split, None, on_progress=lambda done, _: bar.update(done))
+    with Interrupt() as interrupt, Progress().bar(split, size) as bar:
+        episodes = splits.load_split(config, split, None, on_progress=_reporter(bar, interrupt))
     record = episodes[index]
     task = AdsEnvironment(episodes, config.environment).task(index)
     truth = {

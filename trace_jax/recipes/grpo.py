@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trace_jax.config import ConfigError, GRPOConfig
+from trace_jax.learner import metrics as learner_metrics
 from trace_jax.learner import packing
 from trace_jax.learner.checkpoint import restore_state, save_state
 from trace_jax.learner.credit import grpo_sequences
@@ -18,6 +19,7 @@ from trace_jax.learner.objectives import grpo_objective
 from trace_jax.learner.step import Learner, Params
 from trace_jax.recipes import schedule
 from trace_jax.recipes.interrupt import Interrupted
+from trace_jax.recipes.rundir import writing
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.collect import CollectStats, collect, metrics
 from trace_jax.rollout.trajectory import Trajectory, write_parquet
@@ -25,7 +27,7 @@ from trace_jax.rollout.trajectory import Trajectory, write_parquet
 STAGE, VALIDATION = "grpo", "validation"
 
 
-def train(work: Workspace) -> dict[str, float]:
+def train(work: Workspace) -> dict[str, float | None]:
     """Runs GRPO to its end from wherever the run stands; returns the last step's metrics (empty if it was done).
 
     Raises:
@@ -61,16 +63,17 @@ def train(work: Workspace) -> dict[str, float]:
             try:
                 # A terminal's Ctrl-C also reaches the tool's worker processes and may spoil what is being collected:
                 # it is dropped, the parameters are saved, and a resumed run collects it again.
-                with interrupt.abortable():
-                    validation = _validate(work, step)
-                    trajectories, figures = _collect(work, "train", prompts, config.group, STAGE, step)
+                interrupt.check()
+                validation = _validate(work, step)
+                trajectories, figures = _collect(work, "train", prompts, config.group, STAGE, step)
                 interrupt.check()
             except Interrupted:
                 save(step)
                 raise
             if validation:
                 run.log(VALIDATION, step, validation)
-            write_parquet(run.trajectories(STAGE, step + 1), trajectories, step + 1)
+            with writing(path := run.trajectories(STAGE, step + 1)):
+                write_parquet(path, trajectories, step + 1)
             state, last = _update(learner, state, trajectories, config, reference)
             last = figures | last
             run.log(STAGE, step + 1, last)
@@ -96,6 +99,7 @@ def _collect(
         seed=schedule.collection_seed(work.config.seed, purpose, step),
         step=step,
         stats=stats,
+        progress=work.interrupt.check,
     )
     right = float(np.mean([bool(t.info.get("full_right")) for t in trajectories]))
     figures = metrics(trajectories, stats)
@@ -122,4 +126,8 @@ def _update(learner: Learner, state, trajectories: Sequence[Trajectory], config:
         state, last = learner.step(state, batches, denominator=left_out)
         if iteration == 0:  # before any update on these trajectories: how far sampler and learner disagree
             agreement = {"sampler_gap": last["logprob_gap"]}
+    if not sequences:  # nothing was computed: zeros would read as a collapsed policy
+        means = {"loss", *learner_metrics.PER_TOKEN.values(), *learner_metrics.MAXIMA}
+        last = last | dict.fromkeys(last.keys() & means)
+        agreement = {"sampler_gap": None}
     return state, last | agreement | figures

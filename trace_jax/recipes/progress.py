@@ -17,8 +17,8 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 
-def _format(figures: dict[str, float]) -> str:
-    return "  ".join(f"{k} {v:.4g}" for k, v in figures.items())
+def _format(figures: dict[str, float | None]) -> str:
+    return "  ".join(f"{k} {'-' if v is None else format(v, '.4g')}" for k, v in figures.items())
 
 
 class Bar:
@@ -42,8 +42,8 @@ class Bar:
             self._task = self._rich.add_task(name, total=total, completed=completed, figures="")
             self._rich.start()
 
-    def update(self, step: int, **figures: float) -> None:
-        """Shows `step` units done and the figures (loss, reward, ...) of the latest one."""
+    def update(self, step: int, **figures: float | None) -> None:
+        """Shows `step` units done and the figures (loss, reward, ...) of the latest one, None: not known."""
         if self._rich is not None:
             self._rich.update(self._task, completed=step, figures=_format(figures))
             return

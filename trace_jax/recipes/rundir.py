@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import json
 import math
 import os
 import time
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +36,92 @@ def default_path(config: RunConfig) -> Path:
     return Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Gives errors of the file system the name of the file, which Python leaves out when a write fails."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or errno.EIO), str(path)) from error
+
+
+def stored_config(path: Path) -> RunConfig:
+    """The configuration that a run directory holds.
+
+    Raises:
+        ConfigError: there is no run, or its configuration is not whole: defaults in place of what is missing would
+            quietly make it another run.
+    """
+    file = path / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"no run in {path} (no config.yaml there): give the directory of a run with --run-dir")
+    mend = "restore it or start a new run"
+    try:
+        config, data = config_io.load(file), config_io.read_yaml(file)
+    except ConfigError as error:
+        raise ConfigError(f"{file} is damaged ({error}): {mend}") from None
+    for name, _ in config_io.flatten(config):
+        node: Any = data
+        for part in name.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        if node is None:
+            raise ConfigError(f"{file} is damaged (`{name}` is missing): {mend}")
+    return config
+
+
+# What may still change when a run is continued: the stage that first uses a field, "" for fields that have no effect
+# on results. The longest matching name counts.
+STAGES = ("teacher", "tokenizer", "sft", "grpo")
+FIRST_USED = {
+    "name": "",
+    "seed": "sft",
+    "keep_checkpoints": "",
+    "simulator": "teacher",
+    "environment": "teacher",
+    "environment.reward_attr": "grpo",
+    "environment.reward_full": "grpo",
+    "environment.reward_format": "grpo",
+    "data": "grpo",
+    "data.seed": "teacher",
+    "tokenizer": "tokenizer",
+    "policy": "sft",
+    "mesh": "sft",
+    "sft": "sft",
+    "sft.trajectories": "teacher",  # also the size of the teacher's chunks
+    "sft.teacher_workers": "",
+    "sft.save_every": "",
+    "rollout": "grpo",
+    "rollout.context": "sft",
+    "rollout.max_turns": "sft",
+    "rollout.max_turn_tokens": "sft",
+    "rollout.tool_workers": "",
+    "grpo": "grpo",
+    "grpo.save_every": "",
+    "evaluation": "grpo",
+}
+
+
+def first_used(field: str) -> str:
+    """The stage that first uses a field, see `FIRST_USED`."""
+    parts = field.split(".")
+    return next(FIRST_USED[n] for k in range(len(parts), 0, -1) if (n := ".".join(parts[:k])) in FIRST_USED)
+
+
 class RunDirectory:
     """An open run directory. One process at a time holds it."""
 
-    def __init__(self, path: Path, config: RunConfig):
+    def __init__(self, path: Path, config: RunConfig, *, lock: bool = True):
         self.path, self.config = Path(path), config
+        self._metrics = self._events = self._lock = None
+        self._start = time.monotonic()
+        if not lock:
+            return
         self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - held until close
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
             raise ConfigError(f"{self.path} is in use by another trace-jax process: wait for it or end it") from None
-        self._metrics = None
-        self._events = _event_writer(self.path / "tensorboard")
-        self._start = time.monotonic()
 
     @classmethod
     def create(cls, path: Path | None, config: RunConfig) -> RunDirectory:
@@ -56,27 +131,53 @@ class RunDirectory:
             raise ConfigError(f"{path} already holds a run: add --resume to continue it or choose another --run-dir")
         try:
             path.mkdir(parents=True, exist_ok=True)
+            run = cls(path, config)
+            run.write_text("config.yaml", config_io.dump(config))
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(f"--run-dir {path} is not a directory: choose another path") from None
-        run = cls(path, config)
-        run.write_text("config.yaml", config_io.dump(config))
+        except OSError as error:
+            reason = os.strerror(error.errno or errno.EIO).lower()
+            raise ConfigError(f"cannot create run {path}: {reason}; mend that or choose another --run-dir") from None
         return run
 
     @classmethod
-    def open(cls, path: Path | None, config: RunConfig | None = None) -> RunDirectory:
-        """An existing run directory; a `config` given with it must be the one it was started with."""
+    def open(cls, path: Path | None, config: RunConfig | None = None, *, lock: bool = True) -> RunDirectory:
+        """An existing run directory.
+
+        Args:
+            config: how to go on, by default as before; it replaces the stored one. Only fields that no stage has used
+                yet may differ.
+            lock: False for commands that only read the directory.
+
+        Raises:
+            ConfigError: no run there, in use, or a changed field was used already.
+        """
         if path is None:
             raise ConfigError("which run? give its directory with --run-dir")
-        path = Path(path)
-        if not (path / "config.yaml").is_file():
-            raise ConfigError(f"no run in {path} (no config.yaml there): check --run-dir")
-        stored = config_io.load(path / "config.yaml")
+        stored = stored_config(path := Path(path))
+        run = cls(path, stored, lock=lock)
         if config is not None and (changed := config_io.differences(stored, config)):
-            raise ConfigError(
-                f"{path} was started with another configuration ({', '.join(changed[:4])} differ): "
-                "resume without --config and overrides, or choose another --run-dir"
-            )
-        return cls(path, stored)
+            begun = run.begun()
+            if used := [name for name in changed if first_used(name) in begun]:
+                run.__exit__()
+                raise ConfigError(
+                    f"`{used[0]}` cannot change any more: {first_used(used[0])} of {path} was run with it; leave it "
+                    "as it was or choose another --run-dir (fields of stages that have made no step may change)"
+                )
+            run.config = config
+            run.write_text("config.yaml", config_io.dump(config))
+        return run
+
+    def begun(self) -> set[str]:
+        """Stages that left something that a continued run builds on, and all stages before them."""
+        signs = {
+            "teacher": (self.path / "data" / "teacher").glob("*.parquet"),
+            "tokenizer": self.path.glob("tokenizer.model"),
+            "sft": self.checkpoints("sft").glob("[0-9]*"),
+            "grpo": self.checkpoints("grpo").glob("[0-9]*"),
+        }
+        last = max((i for i, stage in enumerate(STAGES) if any(signs[stage])), default=-1)
+        return set(STAGES[: last + 1])
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -88,7 +189,8 @@ class RunDirectory:
                 self._metrics.close()
         if self._events is not None:
             self._events.close()
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     # Paths
 
@@ -112,8 +214,14 @@ class RunDirectory:
         """Writes a file so that it is either the old or the new one, never half of it."""
         target = self.path / name
         partial = target.with_name(f".{target.name}.partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, target)
+        with writing(target):
+            try:
+                partial.write_text(text, encoding="utf-8")
+                os.replace(partial, target)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    partial.unlink()
+                raise
         return target
 
     # Metrics
@@ -122,34 +230,44 @@ class RunDirectory:
         """Appends one record; a figure that is not finite becomes null (JSON has no NaN)."""
         record = {"stage": stage, "step": step, "seconds": round(time.monotonic() - self._start, 3)}
         record |= {k: _jsonable(v) for k, v in metrics.items()}
-        if self._metrics is None:
-            self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        path = self.path / "metrics.jsonl"
+        with writing(path):
+            if self._metrics is None:
+                self._metrics = open(path, "a", encoding="utf-8")  # noqa: SIM115
+                self._events = self._events or _event_writer(self.path / "tensorboard")
+            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.flush()
         if self._events is not None:
             for name, value in record.items():
                 if isinstance(value, (int, float)) and name not in ("step", "stage"):
                     self._events.add_scalar(f"{stage}/{name}", value, step)
 
     def truncate(self, stage: str, step: int) -> None:
-        """Drops the records that a resumed run will write again: everything from the first record of `stage` whose
-        step is above `step`. A last line cut short by a crash goes too."""
+        """Drops the records of `stage` above `step`, which a resumed run will write again. A last line cut short by a
+        crash goes too; any other damaged line goes with a warning."""
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return
         if self._metrics is not None:
-            self._metrics.close()
+            with contextlib.suppress(OSError):
+                self._metrics.close()
             self._metrics = None
+        content = path.read_bytes()
+        lines = content.splitlines(keepends=True)
         kept: list[str] = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if record["stage"] == stage and record["step"] > step:
-                break
-            kept.append(line + "\n")
-        self.write_text("metrics.jsonl", "".join(kept))
+                text = line.decode()
+                record = json.loads(text)
+                later = float(record["step"]) > step and record["stage"] == stage
+            except (ValueError, TypeError, KeyError, RecursionError):
+                if line.strip() and (number < len(lines) or line.endswith(b"\n")):
+                    warnings.warn(f"{path} line {number} is damaged and left out", stacklevel=2)
+                continue
+            if not later:
+                kept.append(text.rstrip("\r\n") + "\n")
+        if (text := "".join(kept)).encode() != content:
+            self.write_text("metrics.jsonl", text)
 
 
 def _jsonable(value: Any) -> Any:

@@ -29,6 +29,7 @@ def train(work: Workspace, lessons: list[Lesson]) -> dict[str, float]:
     state = restored[0] if restored else learner.init(work.initial_params)
     start, metrics = int(state.step), {}
     work.run.truncate(STAGE, start)
+    work.interrupt.check()
     with work.progress.bar(STAGE, steps, start) as bar:
         for step in range(start, steps):
             chosen = schedule.sft_batch(work.config.seed, step, config.batch, len(items))

@@ -7,13 +7,12 @@ resumed run goes on with the next one.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import itertools
 import json
-import multiprocessing
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,9 +25,10 @@ from trace_jax.environments.ads import analyst
 from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.policy.chat import NanoChat
 from trace_jax.recipes import schedule
-from trace_jax.recipes.interrupt import Interrupt, ignore_in_worker
+from trace_jax.recipes.interrupt import Interrupt
+from trace_jax.recipes.pool import ProcessPool, wait
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import RunDirectory, writing
 from trace_jax.simulator.stream import accepted_episodes, composition_of
 from trace_jax.warehouse.splits import EpisodeSet
 
@@ -77,47 +77,51 @@ def _investigate(config: RunConfig, chunk: int, start: int, episodes: EpisodeSet
 class _Chunks:
     """Chunks of investigations; the next chunk's episodes are simulated while workers are busy with this one."""
 
-    def __init__(self, config: RunConfig, size: int, pool: concurrent.futures.Executor | None):
-        self._config, self._size, self._pool = config, size, pool
-        self._ahead: tuple[int, list[concurrent.futures.Future]] | None = None
+    def __init__(self, config: RunConfig, size: int, pool: ProcessPool | None, interrupt: Interrupt):
+        self._config, self._size, self._pool, self._interrupt = config, size, pool, interrupt
+        self._ahead: tuple[int, list[Future]] | None = None
 
     def get(self, chunk: int, more: bool) -> list[Lesson | str]:
-        """Outcomes of a chunk; `more`: the following chunk is likely to be wanted."""
+        """Outcomes of a chunk; `more`: the following chunk is likely to be wanted. May raise `Interrupted`."""
         if self._pool is None:
-            return [o for start, part in self._slices(chunk) for o in _investigate(self._config, chunk, start, part)]
+            outcome: list[Lesson | str] = []
+            for start, part in self._slices(chunk):
+                self._interrupt.check()
+                outcome += _investigate(self._config, chunk, start, part)
+            return outcome
         if self._ahead is None or self._ahead[0] != chunk:
             self._ahead = (chunk, self._submit(chunk))
         jobs = self._ahead[1]
         self._ahead = (chunk + 1, self._submit(chunk + 1)) if more else None
-        return [outcome for job in jobs for outcome in job.result()]
+        return [outcome for part in wait(jobs, self._interrupt.check) for outcome in part]
 
     def _slices(self, chunk: int) -> list[tuple[int, EpisodeSet]]:
         name = f"teacher-{chunk}"
-        composition = composition_of(self._size, TYPES)
-        episodes = EpisodeSet(
-            *accepted_episodes(self._config.simulator, self._config.data.seed, name, composition), split=name
+        accepted = accepted_episodes(
+            self._config.simulator,
+            self._config.data.seed,
+            name,
+            composition_of(self._size, TYPES),
+            on_progress=self._interrupt.check,
         )
+        episodes = EpisodeSet(*accepted, split=name)
         starts = range(0, len(episodes), TASK)
         return [(start, episodes.slice(start, min(start + TASK, len(episodes)))) for start in starts]
 
-    def _submit(self, chunk: int) -> list[concurrent.futures.Future]:
+    def _submit(self, chunk: int) -> list[Future]:
         return [
             self._pool.submit(_investigate, self._config, chunk, start, part) for start, part in self._slices(chunk)
         ]
 
 
-@contextlib.contextmanager
-def _workers(count: int) -> Iterator[concurrent.futures.Executor | None]:
+def _workers(count: int) -> contextlib.AbstractContextManager[ProcessPool | None]:
     """Processes, not threads: the analyst is Python code. None for one worker."""
-    if count == 1:
-        yield None
-        return
-    # Fork would copy a process that already runs JAX's threads.
-    pool = concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), ignore_in_worker)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return contextlib.nullcontext() if count == 1 else ProcessPool(count)
+
+
+def size_of_chunks(config: RunConfig) -> int:
+    """Episodes that the analyst investigates in one chunk."""
+    return min(CHUNK, config.sft.trajectories + config.sft.trajectories // 4)
 
 
 def build(run: RunDirectory, progress: Progress, interrupt: Interrupt) -> list[Lesson]:
@@ -128,7 +132,7 @@ def build(run: RunDirectory, progress: Progress, interrupt: Interrupt) -> list[L
     """
     config, wanted = run.config, run.config.sft.trajectories
     folder = run.folder("data/teacher")
-    size = min(CHUNK, wanted + wanted // 4)
+    size = size_of_chunks(config)
     lessons: list[Lesson] = []
     with contextlib.ExitStack() as stack:
         chunks: _Chunks | None = None
@@ -137,9 +141,9 @@ def build(run: RunDirectory, progress: Progress, interrupt: Interrupt) -> list[L
             path = folder / f"{chunk:05d}.parquet"
             if not path.exists():
                 if chunks is None:
-                    chunks = _Chunks(config, size, stack.enter_context(_workers(config.sft.teacher_workers)))
-                with interrupt.abortable():
-                    outcome = chunks.get(chunk, more=len(lessons) + 0.9 * size < wanted)
+                    pool = stack.enter_context(_workers(config.sft.teacher_workers))
+                    chunks = _Chunks(config, size, pool, interrupt)
+                outcome = chunks.get(chunk, more=len(lessons) + 0.9 * size < wanted)
                 run.truncate("teacher", chunk)
                 run.log("teacher", chunk + 1, _shares(outcome))
                 _write(path, outcome)
@@ -173,8 +177,9 @@ def _write(path: Path, outcome: Sequence[Lesson | str]) -> None:
     schema = pa.schema([(n, pa.string()) for n in ("system", "user", "steps", "answer", "type", "cause")])
     table = pa.Table.from_pylist(rows, schema=schema.with_metadata({"tried": json.dumps(_tried(outcome))}))
     partial = path.with_suffix(".partial")
-    pq.write_table(table, partial, compression="zstd")
-    partial.replace(path)
+    with writing(path):
+        pq.write_table(table, partial, compression="zstd")
+        partial.replace(path)
 
 
 def _read(path: Path) -> tuple[list[Lesson], dict[str, int]]:
@@ -220,7 +225,7 @@ def encode(lessons: Sequence[Lesson], chat: NanoChat, config: RunConfig) -> tupl
         if over.mean() > TOO_LONG:
             raise ConfigError(
                 f"`{name}` ({allowed[name]}) would cut {over.mean():.0%} of the teacher's transcripts: "
-                f"raise it to {int(need.max())}"
+                f"raise it to {int(need.max())}, e.g. continue with --resume --{name} {int(need.max())}"
             )
         fits &= ~over
     return [e for e, good in zip(encoded, fits, strict=True) if good], int((~fits).sum())

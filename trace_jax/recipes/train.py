@@ -16,7 +16,7 @@ from trace_jax.learner import objectives, sharding
 from trace_jax.recipes import assess, export, grpo, sft, teacher
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import RunDirectory, writing
 from trace_jax.recipes.workspace import TOKENIZER, Workspace
 from trace_jax.report import html
 
@@ -27,6 +27,7 @@ def command(
     """Runs `train`, `sft` or `grpo` in a run directory.
 
     Args:
+        config: of the run; of a continued one only fields that no stage has used yet may have changed.
         resume: continue the run in `run_dir`.
         source: for `grpo`: start a new run from the SFT policy of this one.
 
@@ -75,20 +76,23 @@ def check(config: RunConfig) -> None:
 
 
 def _sft(work: Workspace) -> dict[str, float]:
+    if work.is_finished("sft"):  # whatever became of the teacher's files
+        return {}
     lessons = teacher.build(work.run, work.progress, work.interrupt)
+    work.interrupt.check()
     work.train_tokenizer(lessons)
+    work.interrupt.check()
     return sft.train(work, lessons)
 
 
 def _train(work: Workspace) -> dict[str, Any]:
-    if not work.is_finished("sft"):
-        _sft(work)
+    _sft(work)
     for agent in ("untrained", "analyst", "sft"):
-        final = assess.evaluate(work, agent, "test")
+        final = assess.evaluate(work, agent)
     if work.config.grpo.steps:
         if not work.is_finished("grpo"):
             grpo.train(work)
-        final = assess.evaluate(work, "grpo", "test")
+        final = assess.evaluate(work, "grpo")
     assess.show(work.run.path)
     path = export.write(work, work.latest_stage(), work.run.path / "export")
     page = html.write(work.run.path)
@@ -98,12 +102,13 @@ def _train(work: Workspace) -> dict[str, Any]:
 
 def _adopt(source: Path, run: RunDirectory) -> None:
     """Copies the tokenizer and the finished SFT policy of another run."""
-    with RunDirectory.open(source) as other:
+    with RunDirectory.open(source, lock=False) as other:
         origin = Workspace(other, Progress(), Interrupt())
         if not origin.is_finished("sft"):
             raise ConfigError(f"SFT of {source} is not finished: run `trace-jax sft --run-dir {source} --resume` first")
         step = origin.store("sft").latest()
         name = f"{step:08d}"
         run.folder("checkpoints")
-        shutil.copy(other.path / TOKENIZER, run.path / TOKENIZER)
-        shutil.copytree(other.checkpoints("sft") / name, run.checkpoints("sft") / name)
+        with writing(run.path / "checkpoints"):
+            shutil.copy(other.path / TOKENIZER, run.path / TOKENIZER)
+            shutil.copytree(other.checkpoints("sft") / name, run.checkpoints("sft") / name)

@@ -21,7 +21,7 @@ from trace_jax.policy.transformer import Transformer, logical_axes
 from trace_jax.recipes import schedule
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import RunDirectory, writing
 from trace_jax.recipes.teacher import Lesson
 from trace_jax.rollout.engine import Engine
 from trace_jax.warehouse.splits import load_split
@@ -51,11 +51,11 @@ class Workspace:
         if path.exists():
             return
         texts = [text for lesson in lessons[: self.config.tokenizer.transcripts] for text in lesson.messages()]
-        with self.interrupt.abortable():
-            tokenizer = SentencePieceTokenizer.train(texts, self.config.tokenizer, list(CONTROL))
+        tokenizer = SentencePieceTokenizer.train(texts, self.config.tokenizer, list(CONTROL))
         partial = path.with_suffix(".partial")
-        tokenizer.save(partial)
-        partial.replace(path)
+        with writing(path):
+            tokenizer.save(partial)
+            partial.replace(path)
         self.progress.note(f"tokenizer: {tokenizer.vocab_size} pieces")
 
     @cached_property
@@ -119,10 +119,21 @@ class Workspace:
         return store.restore(step, {"params": like})[0]["params"]
 
     def latest_stage(self) -> str:
-        """The most advanced stage that has a checkpoint."""
+        """The most advanced stage that has a checkpoint.
+
+        Raises:
+            ConfigError: no stage has one, or the most advanced stage has only incomplete ones: falling back to the
+                stage before it would pass off one policy as another.
+        """
         for stage in ("grpo", "sft"):
             if self.store(stage).latest() is not None:
                 return stage
+            folder = self.run.checkpoints(stage)
+            if stage == "grpo" and folder.is_dir() and any(folder.iterdir()):
+                raise ConfigError(
+                    f"{folder} holds no complete checkpoint: continue the run with `trace-jax grpo --run-dir "
+                    f"{self.run.path} --resume`, or choose the SFT policy (export --stage sft, eval --agent sft)"
+                )
         raise ConfigError(f"{self.run.path} has no checkpoint: {self._first('sft')}")
 
     def _first(self, stage: str) -> str:
@@ -134,8 +145,7 @@ class Workspace:
     def environment(self, split: str) -> AdsEnvironment:
         """The tasks of a split; simulated once and kept under `data/` of the run directory."""
         if split not in self._environments:
-            with self.interrupt.abortable():
-                episodes = load_split(self.config, split, self.run.folder("data"))
+            episodes = load_split(self.config, split, self.run.folder("data"), on_progress=self.interrupt.check)
             self._environments[split] = AdsEnvironment(episodes, self.config.environment)
         return self._environments[split]
 
