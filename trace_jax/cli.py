@@ -248,14 +248,14 @@ def _one_line(message: object) -> str:
 def _machine(error: OSError, argv: Sequence[str]) -> str:
     """One line for an error of the file system: what, where, and the mend that fits the command."""
     where = error.filename or "standard output"
-    if error.errno in _BAD_PATH:
-        mend = "choose another path"
-    elif error.errno in _NO_SPACE:
-        mend = "free some space"
+    if error.errno in _NO_SPACE:
+        resumes = _command(argv) in _TRAINING and error.filename
+        mend = f"free some space and {'continue with --resume' if resumes else 'run the command again'}"
+    elif error.errno in _NO_PERMISSION:
+        mend = "make it writable or choose another place"
     else:
-        mend = "make it writable or choose another path"
-    again = "continue with --resume" if _command(argv) in _TRAINING and error.filename else "run the command again"
-    return f"cannot write {where}: {os.strerror(error.errno).lower()}; {mend} and {again}"
+        mend = "choose another path"
+    return f"cannot write {where}: {os.strerror(error.errno).lower()}; {mend}"
 
 
 def _command(argv: Sequence[str]) -> str | None:
