@@ -89,6 +89,7 @@ def test_what_no_stage_has_used_may_change(tmp_path):
         RunDirectory.open(path, changed("simulator", days=56))
     RunDirectory.open(path, config).__exit__()
     (path / "checkpoints" / "sft" / "00000002").mkdir(parents=True)
+    (path / "checkpoints" / "grpo" / "00000000").mkdir(parents=True)  # stopped before the first step
     for new in (changed("grpo", steps=3), changed("evaluation", samples=2), config):
         RunDirectory.open(path, new).__exit__()
     with pytest.raises(ConfigError, match="`policy.layers`"):

@@ -173,8 +173,9 @@ class RunDirectory:
         signs = {
             "teacher": (self.path / "data" / "teacher").glob("*.parquet"),
             "tokenizer": self.path.glob("tokenizer.model"),
-            "sft": self.checkpoints("sft").glob("[0-9]*"),
-            "grpo": self.checkpoints("grpo").glob("[0-9]*"),
+            # Step 0 is what a run stopped before its first step saves.
+            "sft": (p for p in self.checkpoints("sft").glob("[0-9]*") if p.name.strip("0")),
+            "grpo": (p for p in self.checkpoints("grpo").glob("[0-9]*") if p.name.strip("0")),
         }
         last = max((i for i, stage in enumerate(STAGES) if any(signs[stage])), default=-1)
         return set(STAGES[: last + 1])
