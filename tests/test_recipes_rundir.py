@@ -153,21 +153,23 @@ def test_the_handler_raises_nothing_and_callbacks_do():
 
 def test_waiting_for_workers_ends_at_a_signal_and_workers_with_it():
     with ProcessPool(2) as pool:
-        assert wait([pool.submit(abs, -k) for k in range(5)], lambda: None) == list(range(5))
+        done = []
+        assert wait([pool.submit(abs, -k) for k in range(5)], lambda: None, done.append) == list(range(5))
+        assert done and done == sorted(done) and done[-1] <= 5
         with pytest.raises(TypeError):
-            wait([pool.submit(abs, "x")], lambda: None)
+            wait([pool.submit(abs, "x")], lambda: None, abs)
         begun = time.monotonic()
         with Interrupt() as interrupt, pytest.raises(Interrupted):
             jobs = [pool.submit(time.sleep, 60) for _ in range(4)]
             os.kill(os.getpid(), signal.SIGINT)
-            wait(jobs, interrupt.check)
+            wait(jobs, interrupt.check, abs)
     assert time.monotonic() - begun < 10
     assert not multiprocessing.active_children()
 
 
 def test_a_dead_worker_is_reported():
     with ProcessPool(1) as pool, pytest.raises(WorkerDied):
-        wait([pool.submit(os._exit, 1)], lambda: None)
+        wait([pool.submit(os._exit, 1)], lambda: None, abs)
 
 
 def test_plain_progress_is_sparse_and_shows_figures():

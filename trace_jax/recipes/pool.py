@@ -87,11 +87,17 @@ class ProcessPool:
         raise value
 
 
-def wait(jobs: Sequence[concurrent.futures.Future], check: Callable[[], None]) -> list[Any]:
-    """Results of the jobs in order; calls `check` several times a second meanwhile, which may raise."""
+def wait(
+    jobs: Sequence[concurrent.futures.Future], check: Callable[[], None], on_progress: Callable[[int], None]
+) -> list[Any]:
+    """Results of the jobs in order.
+
+    Several times a second meanwhile it calls `check`, which may raise, and `on_progress` with the number of jobs done.
+    """
     pending: set[concurrent.futures.Future] = set(jobs)
     while pending:
         check()
+        on_progress(len(jobs) - len(pending))
         _, pending = concurrent.futures.wait(pending, POLL_SECONDS, concurrent.futures.FIRST_EXCEPTION)
         failed = next((job for job in jobs if job.done() and job.exception()), None)
         if failed is not None:

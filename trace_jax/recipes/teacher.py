@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,19 +81,26 @@ class _Chunks:
         self._config, self._size, self._pool, self._interrupt = config, size, pool, interrupt
         self._ahead: tuple[int, list[Future]] | None = None
 
-    def get(self, chunk: int, more: bool) -> list[Lesson | str]:
-        """Outcomes of a chunk; `more`: the following chunk is likely to be wanted. May raise `Interrupted`."""
+    def get(self, chunk: int, more: bool, on_progress: Callable[[int], None]) -> list[Lesson | str]:
+        """Outcomes of a chunk. May raise `Interrupted`.
+
+        Args:
+            more: the following chunk is likely to be wanted.
+            on_progress: called with the number of episodes of this chunk that were investigated so far.
+        """
         if self._pool is None:
             outcome: list[Lesson | str] = []
             for start, part in self._slices(chunk):
                 self._interrupt.check()
+                on_progress(start)
                 outcome += _investigate(self._config, chunk, start, part)
             return outcome
         if self._ahead is None or self._ahead[0] != chunk:
             self._ahead = (chunk, self._submit(chunk))
         jobs = self._ahead[1]
         self._ahead = (chunk + 1, self._submit(chunk + 1)) if more else None
-        return [outcome for part in wait(jobs, self._interrupt.check) for outcome in part]
+        parts = wait(jobs, self._interrupt.check, lambda done: on_progress(done * TASK))
+        return [outcome for part in parts for outcome in part]
 
     def _slices(self, chunk: int) -> list[tuple[int, EpisodeSet]]:
         name = f"teacher-{chunk}"
@@ -143,7 +150,11 @@ def build(run: RunDirectory, progress: Progress, interrupt: Interrupt) -> list[L
                 if chunks is None:
                     pool = stack.enter_context(_workers(config.sft.teacher_workers))
                     chunks = _Chunks(config, size, pool, interrupt)
-                outcome = chunks.get(chunk, more=len(lessons) + 0.9 * size < wanted)
+                more, before = len(lessons) + 0.9 * size < wanted, len(lessons)
+                # Within a chunk the share that will be kept is not known yet: a guess on the low side.
+                outcome = chunks.get(
+                    chunk, more, lambda n, before=before: bar.update(min(before + int(0.9 * n), wanted - 1))
+                )
                 run.truncate("teacher", chunk)
                 run.log("teacher", chunk + 1, _shares(outcome))
                 _write(path, outcome)
