@@ -34,6 +34,17 @@ def refused(word):
     return pytest.raises(ConfigError, match=f"^[^\\n]*{word}[^\\n]*$")
 
 
+def test_relative_directory(tmp_path, monkeypatch):
+    """A run directory is usually given relative to where one stands; it stays where it was when one moves."""
+    monkeypatch.chdir(tmp_path)
+    store = CheckpointStore("runs/x/checkpoints", keep=2)
+    store.save(1, {"params": tree()}, {"k": 1})
+    again = CheckpointStore("runs/x/checkpoints")
+    monkeypatch.chdir("/")
+    assert_same(again.restore(1, {"params": tree()})[0]["params"], tree())
+    assert (tmp_path / "runs/x/checkpoints/00000001").is_dir()
+
+
 def test_round_trip_and_keep(tmp_path):
     store = CheckpointStore(tmp_path / "c", keep=2)
     assert store.latest() is None

@@ -118,6 +118,15 @@ def test_take_renumbers(episodes):
     assert len(episodes.slice(1, 4)) == 3
 
 
+def test_data_set_of_many_episodes(tmp_path):
+    """More ids in one file than a small dictionary index can count."""
+    many = fake_set(150)
+    splits.write(tmp_path / "d", {"test": many})
+    assert same(splits.read(tmp_path / "d")["test"].batch, many.batch)
+    campaigns = pq.read_table(tmp_path / "d/test/visible/daily_campaign.parquet")["campaign_id"]
+    assert len(set(campaigns.to_pylist())) == 450
+
+
 def test_data_set_round_trip(tmp_path, episodes):
     manifest = splits.write(tmp_path / "d", {"test": episodes}, {"seed": 7})
     restored = splits.read(tmp_path / "d")["test"]

@@ -129,7 +129,9 @@ def _parser() -> argparse.ArgumentParser:
         if name in (*_TRAINING, "simulate"):
             p.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
         if name in (*_TRAINING, "eval", "export", "report"):
-            p.add_argument("--run-dir", type=Path, metavar="DIR", help="default for new runs: runs/<config>-<date>")
+            new = name in ("train", "sft", "grpo")
+            help_text = "default for new runs: runs/<config>-<date>" if new else "directory of the run"
+            p.add_argument("--run-dir", type=Path, metavar="DIR", help=help_text)
         if name in _TRAINING:
             p.add_argument("--resume", action="store_true", help="continue the run in --run-dir where it stopped")
         if name == "grpo":

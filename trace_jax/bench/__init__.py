@@ -48,5 +48,7 @@ def text(result: dict[str, Any]) -> str:
                 lines += [f"  {f'{name} {p}'.strip():32s} {t['median']:.4g} (median)" for p, t in phases.items()]
             else:
                 lines.append(f"  {name:32s} {value:,.4g}" if isinstance(value, float) else f"  {name:32s} {value}")
-    lines += [f"  {f'share {name}':32s} {100 * value:.1f} %" for name, value in result["share"].items()]
+    lines += [
+        f"  {f'share {name}'.replace('_', ' '):32s} {100 * value:.1f} %" for name, value in result["share"].items()
+    ]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 import signal
 import threading
@@ -41,7 +42,8 @@ class CheckpointStore:
         Args:
             keep: newest checkpoints to keep; older ones are deleted after a successful save.
         """
-        self.directory = epath.Path(directory)
+        # Orbax refuses relative paths; buckets (gs://) are absolute as they are.
+        self.directory = epath.Path(directory if "://" in os.fspath(directory) else os.path.abspath(directory))
         self.keep = keep
         self._orbax = ocp.Checkpointer(ocp.StandardCheckpointHandler())
 

@@ -222,8 +222,10 @@ def _given(ids: list[int], chat: NanoChat) -> list[tuple[str, str]]:
 
 
 def _cases(run_dir: Path) -> tuple[list[dict], str]:
-    """A right and a wrong investigation of each episode type, from the newest trajectories."""
+    """A right and a wrong investigation of each episode type: of the best agent evaluated, else the newest ones."""
     files = sorted((run_dir / "trajectories").glob("*.parquet"), key=lambda p: (p.stat().st_mtime, p.name))
+    evaluated = [f for stage in ("untrained", "sft", "grpo") for f in files if f.stem == stage]
+    files += evaluated[-1:]
     model = run_dir / "tokenizer.model"
     if not files or not model.is_file():
         return [], ""

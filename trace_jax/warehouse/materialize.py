@@ -218,8 +218,9 @@ def _dates(batch: EpisodeBatch, i: int, offsets: np.ndarray) -> pa.Array:
 
 
 def _coded(codes: np.ndarray, values: list[str]) -> pa.Array:
-    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int8)), pa.array(values))
+    # int32: the tables of a data set hold the ids of thousands of episodes in one dictionary.
+    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), pa.array(values))
 
 
 def _constant(value: str, count: int) -> pa.Array:
-    return _coded(np.zeros(count, np.int8), [value])
+    return _coded(np.zeros(count, np.int32), [value])
