@@ -69,7 +69,12 @@ def test_parsers_never_raise_and_rewards_stay_in_bounds(text):
 def test_any_json_in_the_places_of_the_schema(cause, segments, evidence):
     body = {"decision": {"root_cause": cause, "driver_segments": segments}, "evidence": evidence, "explanation": ""}
     for text in (json.dumps(body), answer("AD_QUALITY_DROP", segments), json.dumps({"decision": cause})):
-        parse_lenient(text), parse_exact(text)
+        lenient, exact = parse_lenient(text), parse_exact(text)
+        for parsed in (lenient, exact):
+            if parsed is not None:  # whatever comes out is in the vocabulary
+                assert parsed.root_cause in CAUSE_NAMES
+                assert all(value in ATTRIBUTES[name] for name, value in parsed.driver_segments)
+        assert exact is None or exact == lenient
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_flipped_bit_is_found(tmp_path):
     victim.write_bytes(data)
     with refused("damaged .*delete"):
         store.restore(1, {"params": tree()})
+    assert victim.read_bytes() == bytes(data)  # refusing deletes nothing
 
 
 def test_other_arrays_are_named(tmp_path):
@@ -144,6 +145,7 @@ def test_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with refused("could not be written"):
         CheckpointStore(tmp_path / "file" / "c").save(1, {"params": tree()}, {})
+    assert (tmp_path / "file").is_file()
 
 
 def run(directory, until, trouble=()):
