@@ -51,10 +51,10 @@ class Bar:
         if step < self.total and now - self._last < self._interval:
             return
         self._last = now
-        done = max(step - self._first, 1)
-        left = (now - self._start) / done * (self.total - step)
+        done = step - self._first
+        left = f"{(now - self._start) / done * (self.total - step):.0f}s" if done > 0 else "-"
         self._console.print(
-            f"{self.name} {step}/{self.total}  {_format(figures)}  eta {left:.0f}s", highlight=False, soft_wrap=True
+            f"{self.name} {step}/{self.total}  {_format(figures)}  eta {left}", highlight=False, soft_wrap=True
         )
 
     def close(self) -> None:
