@@ -53,6 +53,19 @@ def test_a_recycled_instance_holds_no_earlier_episode(episodes):
         assert len(second.query("SELECT * FROM duckdb_tables()").rows) == len(VISIBLE_TABLES)
 
 
+def test_closing_idle_instances_frees_them_all(episodes):
+    opened = [EpisodeDatabase(episodes[0].visible()) for _ in range(2)]
+    connections = [one._shared.connection for one in opened]
+    for one in opened:
+        one.close()
+    assert database.close_idle() >= 2 and database.close_idle() == 0
+    for connection in connections:
+        with pytest.raises(duckdb.ConnectionException):
+            connection.execute("SELECT 1")
+    with EpisodeDatabase(episodes[1].visible()) as again:  # the next episode connects anew
+        assert again.query("SELECT count(*) > 0 FROM segment_daily").rows == ((True,),)
+
+
 @pytest.mark.parametrize(
     "sql",
     [
