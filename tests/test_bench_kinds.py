@@ -1,6 +1,7 @@
 """Benchmarks: the arithmetic behind the shares, and every kind at a tiny size."""
 
 import dataclasses
+import functools
 import json
 import time
 
@@ -32,9 +33,14 @@ TINY = RunConfig(
 )
 
 
+@functools.cache
+def tiny(kind):
+    return bench.run(kind, TINY, repeats=1)
+
+
 @pytest.mark.parametrize("kind", bench.KINDS)
 def test_every_kind_reports_floor_measured_and_share(kind):
-    result = bench.run(kind, TINY, repeats=1)
+    result = tiny(kind)
     json.dumps(result, allow_nan=False)
     assert result["kind"] == kind and result["machine"]["versions"]["jax"]
     assert set(result) == {"kind", "repeats", "machine", "sizes", "floor", "measured", "share"}
@@ -43,6 +49,22 @@ def test_every_kind_reports_floor_measured_and_share(kind):
     rates = [v for v in result["measured"].values() if isinstance(v, float)]
     assert rates and all(v > 0 for k, v in result["measured"].items() if k.endswith("per_second"))
     assert all(0 < v < 10 for v in result["share"].values()), result["share"]
+
+
+def test_tools_state_loading_against_a_row_wise_insert():
+    """The rates are those of the reported seconds, and loading from Arrow pays."""
+    result = tiny("tools")
+    measured, sizes = result["measured"], result["sizes"]
+    seconds = {name: times["median"] for name, times in measured["seconds"].items()}
+    assert measured["arrow_episodes_per_s"] == pytest.approx(sizes["episodes"] / seconds["arrow"])
+    assert measured["queries_per_s"] == pytest.approx(
+        sizes["episodes"] * sizes["calls_per_episode"] / seconds["queries"]
+    )
+    assert measured["open_56_days_ms"] == pytest.approx(1e3 * seconds["open_56_days"])
+    ratio = measured["arrow_episodes_per_s"] / measured["rowwise_episodes_per_s"]
+    assert measured["arrow_speedup"] == pytest.approx(ratio) and ratio > 3
+    # Three tables of four campaigns, and some segments; an export may lack a few days.
+    assert sizes["rows_of_56_days"] > 50 * (3 * 4 + 2)
 
 
 def test_unknown_kind_and_no_repeats_are_one_clear_line():
