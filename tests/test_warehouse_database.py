@@ -4,13 +4,17 @@ import threading
 import time
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pytest
-from helpers_episodes import fake_set
+from helpers_episodes import fake_batch, fake_set
 
+from trace_jax.environments.ads import queries
+from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES
 from trace_jax.warehouse import database
 from trace_jax.warehouse.database import EpisodeDatabase, QueryError, QueryTimeout
 from trace_jax.warehouse.schema import COLUMNS, GRAIN, VISIBLE_TABLES
+from trace_jax.warehouse.splits import EpisodeSet
 
 FROM = "FROM segment_daily a, segment_daily b, segment_daily c, segment_daily d, segment_daily e, segment_daily f"
 SLOW = f"SELECT sum(hash(a.clicks, b.clicks, c.clicks, d.clicks, e.clicks, f.clicks)) {FROM}"
@@ -176,6 +180,24 @@ def test_division_by_zero_is_null(db):
     for rate in (ratio, "sum(clicks) / sum(impressions)", "avg(clicks / impressions)"):
         best = db.query(f"SELECT {rate} AS ctr FROM segment_daily {group} ORDER BY ctr DESC LIMIT 1").rows[0][0]
         assert best is not None and 0 < best < 1
+
+
+def test_reference_queries_rank_no_empty_slice():
+    """Case 11 of data: a slice with no impression at all, and one with no click, in the analyst's own rankings."""
+    batch, verdict = fake_batch(3, days=14, segments=30)
+    device = batch.segment_values[:, :, ATTRIBUTE_NAMES.index("device")]
+    empty, barren = (ATTRIBUTES["device"].index(name) for name in ("TABLET", "DESKTOP"))
+    seen = np.where((device == empty)[:, None], 0, batch.impressions)
+    clicks = np.where((device == barren)[:, None], 0, np.minimum(batch.clicks, seen))
+    quiet = batch.replace(impressions=seen, clicks=clicks, orders=np.minimum(batch.orders, clicks), spend=clicks * 1.5)
+    for record in EpisodeSet(quiet, verdict):
+        with EpisodeDatabase(record.visible()) as opened:
+            tablet = "FROM segment_daily WHERE device = 'TABLET'"
+            assert opened.query(f"SELECT sum(impressions), sum(clicks) {tablet}").rows == ((0, 0),)
+            for query, column in ((queries.single(99), 1), (queries.scan(99), 1), (queries.mix(99), 4)):
+                rows = opened.query(query).rows
+                assert len(rows) >= 3 and rows[0][column] is not None
+                assert not any("TABLET" in row[0] or "DESKTOP" in row[0] for row in rows)
 
 
 def test_rates_of_counts_are_not_integer_divisions(db):
