@@ -12,7 +12,8 @@ from trace_jax.environments.ads import environment as module
 from trace_jax.environments.ads.answer import parse_exact
 from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.environments.ads.prompt import NUDGE, system_prompt
-from trace_jax.simulator.vocabulary import ATTRIBUTES, CAUSE_NAMES
+from trace_jax.simulator.causes import CAUSE_NAMES
+from trace_jax.simulator.vocabulary import ATTRIBUTES
 from trace_jax.warehouse.schema import COLUMNS, VISIBLE_TABLES
 from trace_jax.warehouse.splits import EpisodeSet
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from trace_jax.config import EnvironmentConfig
 from trace_jax.environments.ads.answer import Answer, format_answer, parse_exact, parse_lenient
 from trace_jax.environments.ads.reward import grade, jaccard
-from trace_jax.simulator.vocabulary import ATTRIBUTES, CAUSE_NAMES, SEGMENT_CAUSES
+from trace_jax.simulator.causes import CAUSE_NAMES, SEGMENT_CAUSES
+from trace_jax.simulator.vocabulary import ATTRIBUTES
 
 CONFIG = EnvironmentConfig()
 PAIRS = [(name, value) for name, values in ATTRIBUTES.items() for value in values]

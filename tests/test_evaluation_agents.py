@@ -14,7 +14,7 @@ from trace_jax.evaluation.baselines import evaluate_analyst
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
 from trace_jax.policy.chat import Turn
 from trace_jax.rollout.lane import SampledTurn
-from trace_jax.simulator.stream import accepted_episodes
+from trace_jax.simulator.accepted import accepted_episodes
 from trace_jax.warehouse.splits import EpisodeSet
 
 COMPOSITION = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trace_jax.config import ConfigError, EvaluationConfig
 from trace_jax.evaluation import metrics, store
-from trace_jax.simulator.vocabulary import CAUSE_NAMES, EPISODE_TYPES
+from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES
 
 CONFIG = EvaluationConfig(bootstrap=300)
 NULLS = {"value": None, "low": None, "high": None}

@@ -15,8 +15,8 @@ from leak_probe import hashed_text, number_features, probe, probe_beyond
 
 from trace_jax.config import EnvironmentConfig, SimulatorConfig
 from trace_jax.environments.ads.environment import AdsEnvironment
-from trace_jax.simulator.stream import accepted_episodes
-from trace_jax.simulator.vocabulary import CAUSE_INDEX, CAUSES
+from trace_jax.simulator.accepted import accepted_episodes
+from trace_jax.simulator.causes import CAUSE_INDEX, CAUSES
 from trace_jax.warehouse import splits
 from trace_jax.warehouse.schema import GRAIN, VISIBLE_TABLES
 from trace_jax.warehouse.splits import EpisodeSet

@@ -18,7 +18,7 @@ from trace_jax.policy import hf
 from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.report import html
 from trace_jax.rollout.trajectory import read_parquet
-from trace_jax.simulator.vocabulary import CAUSE_NAMES, EPISODE_TYPES
+from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES
 
 __all__ = ["compile_cache", "smoke"]  # fixtures
 

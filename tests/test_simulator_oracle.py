@@ -9,8 +9,9 @@ import pytest
 
 from trace_jax.config import SimulatorConfig
 from trace_jax.simulator import oracle
+from trace_jax.simulator.causes import CAUSE_INDEX, CAUSE_NAMES
 from trace_jax.simulator.stream import propose
-from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES, CAUSE_INDEX, CAUSE_NAMES, DRIVER_ATTRIBUTES
+from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES, DRIVER_ATTRIBUTES
 
 PARAMS = oracle.OracleParams()
 PLACEMENT, AUDIENCE, DEVICE, GEO = (ATTRIBUTE_NAMES.index(a) for a in DRIVER_ATTRIBUTES)

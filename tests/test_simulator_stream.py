@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from trace_jax.config import SimulatorConfig
-from trace_jax.simulator.stream import accepted_episodes, paper_composition, propose
-from trace_jax.simulator.vocabulary import CAUSE_INDEX, CAUSES, EPISODE_TYPES, PROFILES, episode_type
+from trace_jax.simulator.accepted import accepted_episodes
+from trace_jax.simulator.causes import CAUSE_INDEX, CAUSES, EPISODE_TYPES, episode_type
+from trace_jax.simulator.stream import paper_composition, propose
+from trace_jax.simulator.vocabulary import PROFILES
 
 CONFIG = SimulatorConfig(batch=64)
 

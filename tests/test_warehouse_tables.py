@@ -10,7 +10,8 @@ import pytest
 from helpers_episodes import LABELS, fake_batch, fake_set
 
 from trace_jax.config import ConfigError, DataConfig, RunConfig
-from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES, EPISODE_TYPES
+from trace_jax.simulator.causes import EPISODE_TYPES
+from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES
 from trace_jax.warehouse import splits
 from trace_jax.warehouse.schema import COLUMNS, GRAIN, HIDDEN_TABLES, VISIBLE_TABLES
 
@@ -50,6 +51,24 @@ def test_figures_are_the_simulated_ones(episodes):
             ]  # fmt: skip
             assert row["spend"] == round(float(batch.spend[i, t, g]), 2)
     assert not found
+
+
+def test_a_missing_day_is_missing_from_every_visible_table(episodes):
+    """All campaigns of the advertiser lose the day; the rows of the other days stay as they are."""
+    keep = np.ones((5, 8), bool)
+    keep[2, [3, 6]] = False
+    keep[4, 1] = False
+    holed = splits.EpisodeSet(episodes.batch.replace(day_mask=keep), episodes.verdict)
+    for i, record in enumerate(holed):
+        start = datetime.date(2024, 1, 1) + datetime.timedelta(days=int(episodes.batch.start_day[i]))
+        gone = {start + datetime.timedelta(days=int(t)) for t in np.flatnonzero(~keep[i])}
+        whole = episodes[i].visible()
+        for name, table in record.visible().items():
+            expected = [row for row in whole[name].to_pylist() if row["ds"] not in gone]
+            assert table.to_pylist() == expected and table.schema == whole[name].schema
+            days = len(set(whole[name]["ds"].to_pylist()))
+            assert len(expected) * days == whole[name].num_rows * (days - len(gone))
+    assert [len(set(r.visible()["inventory"]["ds"].to_pylist())) for r in holed] == [8, 8, 6, 8, 7]
 
 
 def test_campaign_totals_are_sums_of_segments(episodes):

@@ -16,12 +16,20 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class SimulatorConfig:
-    """Static shapes of the simulated world (magnitudes live in `simulator.params.SimulatorParams`)."""
+    """Shapes and difficulty of the simulated world (magnitudes live in `simulator.params.SimulatorParams`)."""
 
     days: int = 28  # length of the observation window; the first half is the baseline
     segments: int = 48  # padded number of active segments of a campaign
     siblings: int = 2  # other campaigns of the same advertiser, campaign-level tables only
     batch: int = 256  # episodes proposed per compiled call
+    rng: str = "threefry2x32"  # generator of the draws; "threefry2x32_13" has fewer rounds (docs/notes/sampling.md)
+    difficulty: str = "paper"  # "easy" | "paper" | "hard"; the knobs below multiply what it sets
+    strength: float = 1.0  # size of every cause's effects
+    noise: float = 1.0  # day and cell noise beyond the counts
+    confounders: float = 1.0  # probability of each optional confounder
+    confounder_strength: float = 1.0  # size of the confounders
+    onset: tuple[float, float, float] = (1.0, 1.0, 1.0)  # weights of immediate, delayed and ramp onsets
+    two_attribute_share: float = 0.2988  # of the segment episodes; the paper's test set has 49 of 164
 
 
 @dataclass(frozen=True)

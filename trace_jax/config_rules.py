@@ -11,6 +11,8 @@ from typing import Any
 from trace_jax.config import ConfigError, PolicyConfig, RunConfig
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "simulator.rng": ("threefry2x32", "threefry2x32_13"),
+    "simulator.difficulty": ("easy", "paper", "hard"),
     "environment.prompt": ("compact", "full"),
     "policy.dtype": ("float32", "bfloat16"),
     "rollout.cache_dtype": ("float32", "bfloat16"),
@@ -41,9 +43,14 @@ _OPTIMIZER = {
 RANGES: dict[str, tuple[Any, float]] = {
     "seed": (0, 2**31 - 1),
     "simulator.days": (8, 366),
-    "simulator.segments": (4, 4096),
+    "simulator.segments": (4, 108),
     "simulator.siblings": (0, 64),
     "simulator.batch": (1, 10**6),
+    "simulator.strength": (0, 10),
+    "simulator.noise": (0, 10),
+    "simulator.confounders": (0, 10),
+    "simulator.confounder_strength": (0, 10),
+    "simulator.two_attribute_share": (0, 1),
     "data.seed": (0, 2**31 - 1),
     "data.train": (1, _COUNT),
     "data.validation": (1, _COUNT),
@@ -177,6 +184,10 @@ def _refuse(condition: bool, message: str) -> None:
 
 def _combinations(c: RunConfig) -> None:
     _refuse(c.simulator.days % 2 == 1, f"`simulator.days` is {c.simulator.days}: use an even number")
+    _refuse(
+        min(c.simulator.onset) < 0 or max(c.simulator.onset) <= 0 or max(c.simulator.onset) > 1e6,
+        f"`simulator.onset` is {shown(list(c.simulator.onset))}: three weights between 0 and 1e6, not all 0",
+    )
     _refuse(
         c.mesh.data != -1 and not 1 <= c.mesh.data <= 65536,
         f"`mesh.data` is {shown(c.mesh.data)}: use -1 (all devices) or between 1 and 65536",

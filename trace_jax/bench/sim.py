@@ -10,10 +10,10 @@ import numpy as np
 
 from trace_jax.bench import measure
 from trace_jax.config import RunConfig
+from trace_jax.simulator.causes import CAUSE_INDEX
 from trace_jax.simulator.oracle import OracleParams
 from trace_jax.simulator.params import SimulatorParams
 from trace_jax.simulator.stream import BLOCK, paper_composition, simulate, stream_key
-from trace_jax.simulator.vocabulary import CAUSE_INDEX
 
 # What one cell (segment and day) needs at the least: impressions, clicks, orders, and the noise of its price.
 DRAWS_PER_CELL = 4

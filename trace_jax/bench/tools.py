@@ -21,7 +21,7 @@ from trace_jax.config import RunConfig
 from trace_jax.environments.ads import queries
 from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.environments.base import Episode
-from trace_jax.simulator.stream import accepted_episodes
+from trace_jax.simulator.accepted import accepted_episodes
 from trace_jax.warehouse import database
 from trace_jax.warehouse.database import EpisodeDatabase
 from trace_jax.warehouse.schema import COLUMNS

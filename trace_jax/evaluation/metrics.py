@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from trace_jax.config import ConfigError, EvaluationConfig
-from trace_jax.simulator.vocabulary import CAUSE_NAMES, EPISODE_TYPES, NO_SIGNAL, SEGMENT_CAUSES
+from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES, NO_SIGNAL, SEGMENT_CAUSES
 
 UNPARSED = "UNPARSED"  # last column of the confusion matrix: no readable answer
 

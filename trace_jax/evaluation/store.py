@@ -12,7 +12,7 @@ from typing import Any
 
 from trace_jax.config import ConfigError
 from trace_jax.evaluation.metrics import EvalRecord
-from trace_jax.simulator.vocabulary import CAUSE_NAMES, EPISODE_TYPES
+from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES
 
 FOLDER = "evaluation"
 _INTERVALS = ("cause_at_1", "full_attr_at_1", "full_attr_at_5", "jaccard", "no_signal", "parsed", "tool_calls")

@@ -29,7 +29,8 @@ from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.pool import ProcessPool, wait
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, writing
-from trace_jax.simulator.stream import accepted_episodes, composition_of
+from trace_jax.simulator.accepted import accepted_episodes
+from trace_jax.simulator.stream import composition_of
 from trace_jax.warehouse.splits import EpisodeSet
 
 CHUNK = 2048  # episodes of a chunk; a small one wastes most of the proposals of each stratum's batch

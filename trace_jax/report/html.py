@@ -22,7 +22,7 @@ from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.report import svg
 from trace_jax.report.template import PAGE
 from trace_jax.rollout.trajectory import Trajectory, read_parquet
-from trace_jax.simulator.vocabulary import CAUSE_NAMES, EPISODE_TYPES
+from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES
 
 CASES_PER_TYPE = 1  # right and wrong investigations shown of each episode type
 _NOT_CURVES = {"stage", "step"}

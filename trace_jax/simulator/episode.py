@@ -1,9 +1,12 @@
-"""Pytrees that the simulator produces. Axis letters: E episodes, T days, G segments, S siblings, A attributes."""
+"""Pytrees that the simulator produces. Axis letters: E episodes, T days, G segments, S siblings, A attributes,
+H channels, C confounders, K candidate slices."""
 
 from __future__ import annotations
 
 import chex
 from jaxtyping import Array, Bool, Float, Int
+
+NOT_COMPARED = 1e6  # margin of a rival that is none
 
 
 @chex.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class EpisodeBatch:
     spend: Float[Array, "E T G"]  # account currency
     sales: Float[Array, "E T G"]  # account currency
 
+    day_mask: Bool[Array, "E T"]  # false: the day is missing from every table (its entries here are zeros)
     budget: Float[Array, "E T"]  # daily budget of the campaign, account currency
     in_stock: Float[Array, "E T"]  # fraction of the catalogue in stock, [0, 1]
     page_views: Int[Array, "E T"]
@@ -52,6 +56,8 @@ class EpisodeBatch:
     strength: Float[Array, " E"]  # in [0, 1], position inside the cause's range of effect sizes
     profile: Int[Array, " E"]  # code into PROFILES
     onset: Int[Array, " E"]  # first affected day, >= T/2
+    effects: Float[Array, "E H"]  # log effect at full onset by channel (causes.CHANNELS)
+    confounders: Float[Array, "E C"]  # signed log size at its peak, 0: absent (confounders.CONFOUNDER_NAMES)
 
 
 @chex.dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Verdict:
     confounder: Float[Array, " E"]  # label's z minus the strongest confounder's z
     rival_cause: Float[Array, " E"]  # smallest margin by which another cause is eliminated
     rival_slice: Float[Array, " E"]  # log-likelihood gain of the label's slice minus the best rival slice's
+    cause_margins: Float[Array, "E causes"]  # by which each cause is eliminated; NOT_COMPARED for the label itself
+    slice_margins: Float[Array, "E K"]  # by which each slice is eliminated; NOT_COMPARED where nothing is compared
     # At the level of the label (slice or campaign): impressions (share of impressions in a slice, else volume
     # against the siblings), CTR, CVR, CPC, in-stock share.
     evidence_z: Float[Array, "E M"]

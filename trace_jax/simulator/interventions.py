@@ -1,4 +1,5 @@
-"""Causes as rows of one coefficient table, acting through V (volume), R (mix) and F (rates) only (arXiv 2609.10315)."""
+"""Draws the hidden change: cause, slice, strength, onset. It acts through the channels of its cause only
+(arXiv 2609.10315); the magnitudes are `SimulatorParams.effects`, rows of one table."""
 
 from __future__ import annotations
 
@@ -7,69 +8,45 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from trace_jax.simulator import draws
+from trace_jax.simulator import draws, slices
+from trace_jax.simulator.causes import CAUSES, CHANNELS, FLAT, PRIMARY
 from trace_jax.simulator.params import SimulatorParams
 from trace_jax.simulator.population import Campaign
-from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES, CAUSES, DRIVER_ATTRIBUTES, PROFILES
+from trace_jax.simulator.vocabulary import PROFILES
 
-# Log effect at full onset, (weakest, strongest); a strength in [0, 1] interpolates.
-#                         volume         CTR            CVR            CPC           mix tilt       in-stock
-EFFECTS: dict[str, tuple[tuple[float, float], ...]] = {
-    "BID_INCREASE":         ((0, 0),      (-.10, -.20),  (0, 0),        (.25, .60),   (0, 0),        (0, 0)),
-    "BUDGET_CAP":           ((-.40, -1.), (0, 0),        (0, 0),        (0, 0),       (0, 0),        (0, 0)),
-    "PAGE_DEGRADATION":     ((0, 0),      (0, 0),        (-.30, -.80),  (0, 0),       (0, 0),        (0, 0)),
-    "OUT_OF_STOCK":         ((0, 0),      (0, 0),        (-.25, -.70),  (0, 0),       (0, 0),        (-.30, -1.)),
-    "PLACEMENT_SHIFT":      ((0, 0),      (0, 0),        (0, 0),        (0, 0),       (.45, 1.2),    (0, 0)),
-    "TARGETING_BROADENING": ((.30, .70),  (-.15, -.35),  (-.15, -.35),  (0, 0),       (.40, 1.0),    (0, 0)),
-    "TARGETING_NARROWING":  ((-.30, -.7), (.15, .35),    (.15, .35),    (0, 0),       (.40, 1.0),    (0, 0)),
-    "CREATIVE_FATIGUE":     ((0, 0),      (-.25, -.70),  (0, 0),        (0, 0),       (0, 0),        (0, 0)),
-    "COMPETITIVE_PRESSURE": ((0, 0),      (-.22, -.55),  (0, 0),        (.25, .60),   (0, 0),        (0, 0)),
-    "AD_QUALITY_DROP":      ((0, 0),      (-.22, -.55),  (0, 0),        (.20, .50),   (-.40, -1.),   (0, 0)),
-    "AUDIENCE_SATURATION":  ((0, 0),      (-.25, -.65),  (-.25, -.55),  (0, 0),       (0, 0),        (0, 0)),
-    "NO_SIGNAL":            ((0, 0),      (0, 0),        (0, 0),        (0, 0),       (0, 0),        (0, 0)),
-}  # fmt: skip
-_EFFECTS = np.array([EFFECTS[c.name] for c in CAUSES], np.float32)  # [causes, 6, 2]
 _LOCAL = np.array([c.level == "segment" for c in CAUSES])  # rates change inside the slice only
-_HAS_SLICE = np.array([bool(c.drivers) for c in CAUSES])
-# A lost auction in one slice is not won elsewhere: total volume falls by what the slice loses.
-_COMPENSATED = np.array([c.name == "AD_QUALITY_DROP" for c in CAUSES])
-# Fatigue and saturation build up; the other causes may start at once.
-_GRADUAL = np.array([c.name in ("CREATIVE_FATIGUE", "AUDIENCE_SATURATION") for c in CAUSES])
-_BUDGET_CAP = np.array([c.name == "BUDGET_CAP" for c in CAUSES])
+_COMPENSATED = np.array([c.compensated for c in CAUSES])
+_GRADUAL = np.array([c.gradual for c in CAUSES])
+_CAPS = np.array(["budget" in c.effects for c in CAUSES])
 
-_DRIVER_CODES = np.array([ATTRIBUTE_NAMES.index(a) for a in DRIVER_ATTRIBUTES])
-_ALLOWED = np.array([[a in c.drivers for a in DRIVER_ATTRIBUTES] for c in CAUSES])
-_AUDIENCE = ATTRIBUTE_NAMES.index("audience")
-_PROSPECTING = ATTRIBUTES["audience"].index("PROSPECTING")
-_BROADENING = [c.name for c in CAUSES].index("TARGETING_BROADENING")
-_NARROWING = [c.name for c in CAUSES].index("TARGETING_NARROWING")
+# A slice in which something happens is big enough to be seen and cannot be mistaken for another one, whatever is done
+# there: proposals that no verifier could accept are not rendered at all.
+MIN_SHARE = 0.03  # of the campaign's clicks
+MIN_PRIMARY_Z, MIN_COMPANION_Z = 6.0, 4.0  # expected from counting noise alone, see `_expected_z`
+ONSET_SHARE = 0.7  # of the full effect that a window shows on average
+MAX_SHARE = 0.75
+MAX_OVERLAP = 0.8  # Jaccard index, by clicks, with any other candidate slice
 
 
 @chex.dataclass(frozen=True)
 class Intervention:
-    """The hidden change of one episode. Axes: T days, G segments."""
+    """The hidden change of one episode. Axes: T days, G segments, H channels."""
 
     cause: Int[Array, ""]
-    slice_attributes: Int[Array, " 2"]
+    slice_attributes: Int[Array, " 2"]  # attribute codes of the driver slice, -1 unused
     slice_values: Int[Array, " 2"]
     inside: Bool[Array, " G"]  # segments of the driver slice; false everywhere when the cause has none
     strength: Float[Array, ""]
     profile: Int[Array, ""]
     onset: Int[Array, ""]  # first affected day
+    effects: Float[Array, " H"]  # log effect at full onset
+    shape: Float[Array, " T"]  # share of the full effect by day
     volume: Float[Array, " T"]  # log V
     mix: Float[Array, "T G"]  # log R
-    rates: Float[Array, "T G 3"]  # log F of CTR, CVR, CPC
+    rates: Float[Array, " 3"]  # log F of CTR, CVR, CPC at full onset
+    where: Bool[Array, " G"]  # segments whose rates change
     in_stock: Float[Array, " T"]  # log multiplier of the in-stock share
     budget: Float[Array, " T"]  # log multiplier of the daily budget
-
-
-def slice_members(
-    values: Int[Array, "G A"], attributes: Int[Array, " 2"], wanted: Int[Array, " 2"]
-) -> Bool[Array, " G"]:
-    """Segments that carry every used (attribute, value) pair; none when no attribute is used."""
-    hit = values[:, jnp.maximum(attributes, 0)] == wanted[None, :]
-    used = attributes >= 0
-    return jnp.where(used[None, :], hit, True).all(-1) & used.any()
 
 
 def onset_shape(
@@ -77,13 +54,65 @@ def onset_shape(
 ) -> tuple[Float[Array, " T"], Int[Array, ""], Int[Array, ""]]:
     """Share of the full effect by day, profile code and first affected day; zero over the whole baseline."""
     half = days // 2
-    profile = tape.integer(0, len(PROFILES) - 1)
-    profile = jnp.where(gradual & (profile == 0), PROFILES.index("ramp"), profile)
+    ramp, delayed = PROFILES.index("ramp"), PROFILES.index("delayed")
+    profile = jnp.argmax(jnp.log(jnp.maximum(jnp.stack(params.onset), 1e-9)) + tape.gumbel((len(PROFILES),)))
+    profile = jnp.where(gradual & (profile == PROFILES.index("immediate")), ramp, profile).astype(jnp.int32)
     delay = jnp.round(tape.between(params.delay) * (days - half)).astype(jnp.int32)
-    onset = half + jnp.where(profile == PROFILES.index("delayed"), delay, 0)
-    day = jnp.arange(days)
-    length = jnp.where(profile == PROFILES.index("ramp"), tape.between(params.ramp) * (days - half), 1.0)
-    return jnp.clip((day - onset + 1) / length, 0.0, 1.0), profile, onset
+    onset = half + jnp.where(profile == delayed, delay, 0)
+    length = jnp.where(profile == ramp, tape.between(params.ramp) * (days - half), 1.0)
+    return jnp.clip((jnp.arange(days) - onset + 1) / length, 0.0, 1.0), profile, onset
+
+
+def _thresholds() -> np.ndarray:
+    """z that a cause needs in CTR and CVR of its slice by its signature [causes, 2], 0 if none."""
+    needs = [
+        {f: MIN_PRIMARY_Z if w in PRIMARY else MIN_COMPANION_Z for f, w in c.signature.items() if w != FLAT}
+        for c in CAUSES
+    ]
+    return np.array(
+        [
+            [n.get(m, 0.0) if c.level == "segment" else 0.0 for m in ("ctr", "cvr")]
+            for c, n in zip(CAUSES, needs, strict=True)
+        ]
+    )
+
+
+_NEEDED_Z = _thresholds()
+
+
+def _draw_slice(
+    tape: draws.Tape,
+    campaign: Campaign,
+    cause: Array,
+    dimensions: Array,
+    effects: Float[Array, " H"],
+    half: int,
+) -> tuple[Array, Array, Array]:
+    """Attributes, values and segments of the driver slice, among the slices that could be found at all."""
+    inside = slices.members(campaign.segment_values, campaign.segment_mask)
+    clicks = campaign.weights * campaign.rates[0]
+    total = clicks.sum()
+    clicks = clicks / total
+    member = inside.astype(jnp.float32)
+    share = clicks @ member
+    # Expected z of the change of a rate inside the slice if counting noise were all the noise there is.
+    events = campaign.volume * total * half * jnp.stack([share, (clicks * campaign.rates[1]) @ member])
+    by_metric = jnp.abs(jnp.stack([effects[CHANNELS.index("ctr")], effects[CHANNELS.index("cvr")]]))
+    z = ONSET_SHARE * by_metric[:, None] * jnp.sqrt(events / 2)
+    strong = (z >= jnp.asarray(_NEEDED_Z, jnp.float32)[cause][:, None]).all(0)
+    overlap = (member * clicks[:, None]).T @ member
+    jaccard = overlap / jnp.maximum(share[:, None] + share[None, :] - overlap, 1e-9)
+    nearest = jnp.where(jnp.eye(slices.SLICES, dtype=bool), 0.0, jaccard).max(-1)
+    possible = jnp.asarray(slices.MAY_SIT)[cause] & (jnp.asarray(slices.DIMENSIONS) == dimensions) & inside.any(0)
+    findable = strong & (share > MIN_SHARE) & (share < MAX_SHARE) & (nearest < MAX_OVERLAP)
+    score = 0.7 * jnp.log(share + 1e-9) + tape.gumbel((slices.SLICES,))
+    # Findable ones first, then any active one, then (no active segment has an allowed value) any possible one.
+    score = score + jnp.where(findable, 0.0, -1e3) + jnp.where(possible, 0.0, -1e6)
+    k = jnp.argmax(score)
+    has_slice = dimensions > 0
+    attributes = jnp.where(has_slice, jnp.asarray(slices.SLICE_ATTRIBUTES)[k], -1)
+    values = jnp.where(has_slice, jnp.asarray(slices.SLICE_VALUES)[k], -1)
+    return attributes, values, inside[:, k] & has_slice
 
 
 def draw_intervention(
@@ -95,38 +124,18 @@ def draw_intervention(
     params: SimulatorParams,
 ) -> Intervention:
     """Draw slice, strength and onset for `cause`; `dimensions` (0, 1 or 2) is the number of attributes in the slice."""
-    # The slice is read off a random active segment, so it is never empty; big segments are likelier.
-    log_weights = jnp.log(campaign.weights + 1e-20)
-    segment = jnp.argmax(0.7 * log_weights + tape.gumbel(log_weights.shape))
-    allowed = jnp.asarray(_ALLOWED)[cause]
-    gumbel = tape.gumbel((2, len(DRIVER_ATTRIBUTES)))
-    first = jnp.argmax(jnp.where(allowed, gumbel[0], -jnp.inf))
-    second = jnp.argmax(jnp.where(jnp.arange(len(DRIVER_ATTRIBUTES)) != first, gumbel[1], -jnp.inf))
-    attributes = jnp.asarray(_DRIVER_CODES)[jnp.stack([first, second])]
-    attributes = jnp.where(jnp.arange(2) < dimensions, attributes, -1)
-    values = campaign.segment_values[segment][jnp.maximum(attributes, 0)]
-    # Broadening floods the prospecting audience; narrowing concentrates on one of the others.
-    other = tape.integer(1, len(ATTRIBUTES["audience"]) - 1)
-    values = values.at[0].set(
-        jnp.where(cause == _BROADENING, _PROSPECTING, jnp.where(cause == _NARROWING, other, values[0]))
-    )
-    values = jnp.where(attributes >= 0, values, -1)
-    inside = slice_members(campaign.segment_values, attributes, values) & campaign.segment_mask
-
     shape, profile, onset = onset_shape(tape, days, jnp.asarray(_GRADUAL)[cause], params)
-    strength = tape.uniform()
-    low, high = jnp.moveaxis(jnp.asarray(_EFFECTS)[cause], -1, 0)
-    volume, ctr, cvr, cpc, tilt, stock = low + strength * (high - low)
+    strength = tape.between(params.strength)
+    low, high = params.effects[cause, :, 0], params.effects[cause, :, 1]
+    effects = low + strength * (high - low)
+    attributes, values, inside = _draw_slice(tape, campaign, cause, dimensions, effects, days // 2)
+    effect = dict(zip(CHANNELS, effects, strict=True))
 
-    where_rates = jnp.where(jnp.asarray(_LOCAL)[cause], inside, True)
-    rates = shape[:, None, None] * where_rates[None, :, None] * jnp.stack([ctr, cvr, cpc])
-    mix = shape[:, None] * jnp.where(inside, tilt, 0.0)[None, :]
+    mix = shape[:, None] * jnp.where(inside, effect["mix"], 0.0)[None, :]
     share_left = (campaign.weights[None, :] * jnp.exp(mix)).sum(-1)
-    log_volume = shape * volume + jnp.where(jnp.asarray(_COMPENSATED)[cause], jnp.log(share_left), 0.0)
-    # A capped campaign's budget falls to what it can still spend.
-    expected = campaign.volume * (campaign.weights * campaign.rates[:, 0] * campaign.rates[:, 2]).sum()
-    capped = jnp.log(expected / campaign.budget) + shape * volume
-    budget = jnp.where(jnp.asarray(_BUDGET_CAP)[cause] & (shape > 0), capped, 0.0)
+    volume = shape * effect["volume"] + jnp.where(jnp.asarray(_COMPENSATED)[cause], jnp.log(share_left), 0.0)
+    # The channel gives the capped budget relative to expected spend; campaign.budget stands above it by its headroom.
+    capped = shape * (effect["budget"] + jnp.log(campaign.spend / campaign.budget))
     return Intervention(
         cause=cause,
         slice_attributes=attributes.astype(jnp.int32),
@@ -135,9 +144,12 @@ def draw_intervention(
         strength=strength,
         profile=profile,
         onset=onset,
-        volume=log_volume,
+        effects=effects,
+        shape=shape,
+        volume=volume,
         mix=mix,
-        rates=rates,
-        in_stock=shape * stock,
-        budget=budget,
+        rates=jnp.stack([effect["ctr"], effect["cvr"], effect["cpc"]]),
+        where=jnp.where(jnp.asarray(_LOCAL)[cause], inside, True),
+        in_stock=shape * effect["in_stock"],
+        budget=jnp.where(jnp.asarray(_CAPS)[cause], capped, 0.0),
     )

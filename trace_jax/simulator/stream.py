@@ -1,26 +1,33 @@
-"""Streams of episodes: proposals by (seed, split, stratum, index), and accepted sets of a composition."""
+"""Streams of episodes: proposals by (seed, split, stratum, index), simulated and verified on every local device.
+
+Compositions (how many episodes of which cause) are here, too; sets of accepted episodes are in `simulator.accepted`.
+"""
 
 from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from trace_jax.config import ConfigError, SimulatorConfig
+from trace_jax.simulator import difficulty
+from trace_jax.simulator.causes import CAUSE_INDEX, CAUSES, SEGMENT_CAUSES
 from trace_jax.simulator.episode import EpisodeBatch, Verdict
+from trace_jax.simulator.identity import INDEX_LIMIT
 from trace_jax.simulator.metrics import simulate_one
 from trace_jax.simulator.oracle import OracleParams, verify_one
 from trace_jax.simulator.params import SimulatorParams
-from trace_jax.simulator.vocabulary import CAUSE_INDEX, CAUSES, SEGMENT_CAUSES
 
 Stratum = tuple[str, int]  # cause name, number of attributes in the driver slice
 Composition = dict[Stratum, int]
 
-BLOCK = 64  # episodes computed together; batches are multiples of it
+_CPU_BLOCK, _WIDE_BLOCK = 64, 1024  # episodes computed together: what fits a core's cache, what fills an accelerator
 
 # Episodes by type in the paper's test set of 235 (arXiv 2609.10315).
 PAPER_TYPES = {"campaign": 30, "mix": 21, "segment_1d": 115, "segment_2d": 49, "no_signal": 20}
@@ -56,13 +63,64 @@ def paper_composition(total: int) -> Composition:
     return composition_of(total, PAPER_TYPES)
 
 
+def composition_for(config: SimulatorConfig, total: int) -> Composition:
+    """The paper's composition with the configured share of two-attribute slices among the segment episodes."""
+    segment = PAPER_TYPES["segment_1d"] + PAPER_TYPES["segment_2d"]
+    two = segment * config.two_attribute_share
+    return composition_of(total, {**PAPER_TYPES, "segment_1d": segment - two, "segment_2d": two})
+
+
 def stream_key(seed: int, split: str) -> jax.Array:
     """Root key of a split. Threefry by name: other generators are not invariant under vmap (case 21)."""
     key = jax.random.key(seed, impl="threefry2x32")
     return jax.random.fold_in(key, zlib.crc32(split.encode()) & 0x7FFFFFFF)
 
 
-@functools.partial(jax.jit, static_argnames=("days", "segments", "siblings"))
+def block(devices: Sequence[jax.Device] | None = None) -> int:
+    """Episodes computed together on one device."""
+    return _CPU_BLOCK if (devices or jax.local_devices())[0].platform == "cpu" else _WIDE_BLOCK
+
+
+def rows_multiple(devices: Sequence[jax.Device] | None = None) -> int:
+    """Batches of `simulate` are multiples of this: one block on every device."""
+    devices = devices or jax.local_devices()
+    return block(devices) * len(devices)
+
+
+@functools.lru_cache(maxsize=32)
+def _program(devices: tuple[jax.Device, ...], days: int, segments: int, siblings: int, rng: str):
+    """The compiled simulator of one shape on some devices."""
+    width = block(devices)
+
+    def one(key, params, oracle, index, cause, dims):
+        episode = simulate_one(
+            key, index, cause, dims, days=days, segments=segments, siblings=siblings, params=params, rng=rng
+        )
+        return episode, verify_one(episode, oracle)
+
+    def rows(key, params, oracle, indices, causes, dimensions):
+        # Blocks of one fixed shape: vectorised code rounds differently at different widths, and an episode must be
+        # the same bits whatever batch it is asked for in.
+        count = len(indices)
+        blocks = jax.tree.map(lambda x: x.reshape(-1, width), (indices, causes, dimensions))
+        if count == width:  # a loop of one turn would be unrolled into another program with other rounding
+            blocks = jax.tree.map(lambda x: jnp.concatenate([x, x]), blocks)
+        out = jax.lax.map(lambda b: jax.vmap(functools.partial(one, key, params, oracle))(*b), blocks)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
+
+    if len(devices) > 1:
+        mesh = Mesh(np.array(devices), ("episodes",))
+        shared, split = P(), P("episodes")
+        rows = jax.shard_map(
+            rows,
+            mesh=mesh,
+            in_specs=(shared, shared, shared, split, split, split),
+            out_specs=split,
+            check_vma=False,
+        )
+    return jax.jit(rows)
+
+
 def simulate(
     key: jax.Array,
     indices: jax.Array,
@@ -74,42 +132,52 @@ def simulate(
     days: int,
     segments: int,
     siblings: int,
+    rng: str = "threefry2x32",
+    devices: Sequence[jax.Device] | None = None,
 ) -> tuple[EpisodeBatch, Verdict]:
-    """Simulate and verify the proposals `indices` of a stream; row i depends on (key, stratum i, index i) alone. E is a
-    multiple of BLOCK."""
+    """Simulate and verify the proposals `indices` of a stream; row i depends on (key, stratum i, index i) alone.
 
-    def one(index, cause, dims):
-        own = jax.random.fold_in(jax.random.fold_in(key, cause * 4 + dims), index)
-        episode = simulate_one(own, index, cause, dims, days=days, segments=segments, siblings=siblings, params=params)
-        return episode, verify_one(episode, oracle)
+    Args:
+        key: threefry key of the stream.
+        indices: [E], E a multiple of `rows_multiple(devices)`; causes and dimensions likewise.
+        devices: default: all of this process; the rows are split over them and the result is the same.
+    Raises:
+        ValueError: the key is of a generator whose draws change under vmap (case 21 of the data cases).
+    """
+    if jax.random.key_impl(key) != "threefry2x32":
+        raise ValueError(f"simulate needs a threefry2x32 key, not {jax.random.key_impl(key)}: see stream_key")
+    program = _program(tuple(devices or jax.local_devices()), days, segments, siblings, rng)
+    return program(key, params, oracle, indices, causes, dimensions)
 
-    # Blocks of one fixed shape: vectorised code rounds differently at different widths, and an episode must be the
-    # same bits whatever batch it is asked for in.
-    blocks = jax.tree.map(lambda x: x.reshape(-1, BLOCK), (indices, causes, dimensions))
-    out = jax.lax.map(lambda block: jax.vmap(one)(*block), blocks)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
-
-def _run(
+def simulate_rows(
     config: SimulatorConfig,
     key: jax.Array,
     causes: np.ndarray,
     dimensions: np.ndarray,
     indices: np.ndarray,
-    params: SimulatorParams | None,
-    oracle: OracleParams | None,
+    params: SimulatorParams | None = None,
+    oracle: OracleParams | None = None,
 ) -> tuple[EpisodeBatch, Verdict]:
-    """Proposals with host arrays, any number of them; padded to the compiled batch."""
-    parts, size = [], -(-config.batch // BLOCK) * BLOCK
+    """Proposals with host arrays, any number of them; padded to the compiled batch.
+
+    Raises:
+        ConfigError: an index beyond those that have an id of their own.
+    """
+    if len(indices) and int(np.max(indices)) >= INDEX_LIMIT:
+        raise ConfigError(f"simulator: more than {INDEX_LIMIT} proposals of one cause; use several seeds")
+    multiple = rows_multiple()
+    parts, size = [], -(-config.batch // multiple) * multiple
+    params = difficulty.params_of(config) if params is None else params
     for start in range(0, len(indices), size):
         rows = [np.asarray(x[start : start + size], np.int32) for x in (indices, causes, dimensions)]
         padded = [jnp.asarray(np.resize(x, size)) for x in rows]
         out = simulate(
-            key, *padded, params or SimulatorParams(), oracle or OracleParams(),
-            days=config.days, segments=config.segments, siblings=config.siblings,
+            key, *padded, params, oracle or OracleParams(),
+            days=config.days, segments=config.segments, siblings=config.siblings, rng=config.rng,
         )  # fmt: skip
         parts.append(jax.tree.map(lambda x, n=len(rows[0]): np.asarray(x)[:n], out))
-    return concatenate(parts)
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def propose(
@@ -124,69 +192,4 @@ def propose(
 ) -> tuple[EpisodeBatch, Verdict]:
     """The proposals `indices` of one stratum of a stream, with host arrays."""
     causes, dims = np.full(len(indices), CAUSE_INDEX[cause]), np.full(len(indices), dimensions)
-    return _run(config, stream_key(seed, split), causes, dims, np.asarray(indices), params, oracle)
-
-
-def concatenate(parts: list) -> tuple[EpisodeBatch, Verdict]:
-    """Join pytrees of host arrays along the episode axis."""
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-def accepted_episodes(
-    config: SimulatorConfig,
-    seed: int,
-    split: str,
-    composition: Composition,
-    params: SimulatorParams | None = None,
-    oracle: OracleParams | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-    max_proposals: int = 200,
-) -> tuple[EpisodeBatch, Verdict]:
-    """The first accepted proposals of each stratum, in an order shuffled by (seed, split).
-
-    Args:
-        composition: episodes wanted by (cause, number of slice attributes).
-        on_progress: called with (accepted so far, total wanted).
-        max_proposals: give up on a stratum after this many proposals per wanted episode (plus 20 blocks).
-    Raises:
-        ConfigError: a stratum accepts too few proposals at these settings.
-    """
-    total, key, parts = sum(composition.values()), stream_key(seed, split), []
-    strata = list(composition)
-    wanted = np.array(list(composition.values()))
-    proposed, accepted = np.zeros(len(strata), int), np.zeros(len(strata), int)
-    code = np.array([CAUSE_INDEX[cause] for cause, _ in strata])
-    dims = np.array([dimensions for _, dimensions in strata])
-    size = -(-config.batch // BLOCK) * BLOCK
-    while (accepted < wanted).any():
-        hopeless = (proposed > max_proposals * wanted + 20 * BLOCK) & (accepted < wanted)
-        if hopeless.any():
-            i = int(np.flatnonzero(hopeless)[0])
-            raise ConfigError(
-                f"simulator: only {accepted[i]} of {wanted[i]} {strata[i][0]} episodes with {dims[i]} slice attributes "
-                f"were accepted in {proposed[i]} proposals; use more days or segments"
-            )
-        # Rows go to the strata by what each still needs at its acceptance so far. How a batch is filled has no effect
-        # on which episodes are taken: always a stratum's first accepted ones by index.
-        rate = (accepted + 1.0) / (proposed + 2.0)
-        need = np.where(accepted < wanted, np.ceil(1.1 * (wanted - accepted) / rate), 0.0)
-        count = np.minimum(need, np.floor(need * size / need.sum()) + 1).astype(int)
-        which = np.repeat(np.arange(len(strata)), count)[:size]
-        which = np.sort(np.resize(which, size))  # a batch that needs fewer rows repeats strata rather than idle
-        count = np.bincount(which, minlength=len(strata))
-        offset = np.concatenate([np.arange(n) for n in count])
-        batch, verdict = _run(config, key, code[which], dims[which], proposed[which] + offset, params, oracle)
-        proposed += count
-        rank = np.zeros(size, int)  # of an accepted row among the accepted of its stratum
-        for i in range(len(strata)):
-            rows = np.flatnonzero((which == i) & verdict.accept)
-            rank[rows] = accepted[i] + np.arange(len(rows))
-            accepted[i] += len(rows)
-        rows = np.flatnonzero(verdict.accept & (rank < wanted[which]))
-        parts.append((which[rows], rank[rows], jax.tree.map(lambda x, rows=rows: x[rows], (batch, verdict))))
-        if on_progress:
-            on_progress(int(np.minimum(accepted, wanted).sum()), total)
-    stratum, rank, episodes = concatenate(parts)
-    by_index = np.lexsort((rank, stratum))
-    order = by_index[np.random.default_rng([seed, zlib.crc32(split.encode())]).permutation(total)]
-    return jax.tree.map(lambda x: x[order], episodes)
+    return simulate_rows(config, stream_key(seed, split), causes, dims, np.asarray(indices), params, oracle)

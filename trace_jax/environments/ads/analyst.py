@@ -15,7 +15,8 @@ import numpy as np
 from trace_jax.environments.ads import queries
 from trace_jax.environments.ads.answer import format_answer
 from trace_jax.environments.base import Episode, Task
-from trace_jax.simulator.vocabulary import ATTRIBUTES, CAUSES, DRIVER_ATTRIBUTES
+from trace_jax.simulator.causes import CAUSES
+from trace_jax.simulator.vocabulary import ATTRIBUTES, DRIVER_ATTRIBUTES
 
 STRONG = 4.5  # standard errors; two-sided 7e-6, times 300 looks still below 1 %
 CLEAR = 7.5  # standard errors, beyond which nothing else needs to be looked at

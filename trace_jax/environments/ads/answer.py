@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trace_jax.simulator.vocabulary import ATTRIBUTES, CAUSE_INDEX, CAUSE_NAMES, SEGMENT_CAUSES
+from trace_jax.simulator.causes import CAUSE_INDEX, CAUSE_NAMES, SEGMENT_CAUSES
+from trace_jax.simulator.vocabulary import ATTRIBUTES
 
 Pair = tuple[str, str]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from trace_jax.config import ConfigError
-from trace_jax.simulator.vocabulary import ATTRIBUTES, CAUSES
+from trace_jax.simulator.causes import CAUSES
+from trace_jax.simulator.vocabulary import ATTRIBUTES
 from trace_jax.warehouse.materialize import advertiser_name, campaign_name, day
 from trace_jax.warehouse.schema import COLUMNS, VISIBLE_TABLES
 from trace_jax.warehouse.splits import EpisodeRecord

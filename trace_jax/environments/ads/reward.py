@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from trace_jax.config import EnvironmentConfig
 from trace_jax.environments.ads.answer import Pair, parse_exact, parse_lenient
 from trace_jax.environments.base import Reward
-from trace_jax.simulator.vocabulary import SEGMENT_CAUSES
+from trace_jax.simulator.causes import SEGMENT_CAUSES
 
 
 def jaccard(predicted: Iterable[Pair], true: Iterable[Pair]) -> float:

@@ -1,0 +1,60 @@
+"""Candidate slices: every value of a driver attribute and every pair of values of two of them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from trace_jax.simulator.causes import CAUSES
+from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES, DRIVER_ATTRIBUTES
+
+
+def _candidates() -> tuple[np.ndarray, np.ndarray]:
+    single = [(ATTRIBUTE_NAMES.index(a), v) for a in DRIVER_ATTRIBUTES for v in range(len(ATTRIBUTES[a]))]
+    rows = [((a, -1), (v, -1)) for a, v in single]
+    rows += [((a, b), (v, w)) for i, (a, v) in enumerate(single) for b, w in single[i + 1 :] if a != b]
+    attributes, values = zip(*rows, strict=True)
+    return np.array(attributes, np.int32), np.array(values, np.int32)
+
+
+SLICE_ATTRIBUTES, SLICE_VALUES = _candidates()  # codes [K, 2], -1 unused
+SLICES = len(SLICE_ATTRIBUTES)
+DIMENSIONS = (SLICE_ATTRIBUTES >= 0).sum(-1)  # attributes in each slice
+_SINGLE = DIMENSIONS == 1
+
+
+def slice_name(k: int) -> str:
+    """Candidate `k` as the tables spell it: "geo=US & device=MOBILE"."""
+    pairs = [
+        (ATTRIBUTE_NAMES[a], ATTRIBUTES[ATTRIBUTE_NAMES[a]][v])
+        for a, v in zip(SLICE_ATTRIBUTES[k].tolist(), SLICE_VALUES[k].tolist(), strict=True)
+        if a >= 0
+    ]
+    return " & ".join(f"{attribute}={value}" for attribute, value in sorted(pairs))
+
+
+def single_of(name: str) -> Bool[np.ndarray, " K"]:
+    """The one-attribute slices of an attribute."""
+    return _SINGLE & (SLICE_ATTRIBUTES[:, 0] == ATTRIBUTE_NAMES.index(name))
+
+
+def _may_sit() -> np.ndarray:
+    """Cause c may be localised in slice k: it uses one of the cause's driver attributes, with an allowed value."""
+    table = np.zeros((len(CAUSES), SLICES), bool)
+    for c, cause in enumerate(CAUSES):
+        for k in range(SLICES):
+            for a, v in zip(SLICE_ATTRIBUTES[k], SLICE_VALUES[k], strict=True):
+                name = ATTRIBUTE_NAMES[a] if a >= 0 else ""
+                table[c, k] |= name in cause.drivers and (not cause.values or ATTRIBUTES[name][v] in cause.values)
+    return table
+
+
+MAY_SIT = _may_sit()
+
+
+def members(values: Int[Array, "G A"], mask: Bool[Array, " G"]) -> Bool[Array, "G K"]:
+    """Active segments of every candidate slice."""
+    attributes = jnp.asarray(SLICE_ATTRIBUTES)
+    hit = values[:, jnp.maximum(attributes, 0)] == jnp.asarray(SLICE_VALUES)[None]
+    return jnp.where(attributes[None] >= 0, hit, True).all(-1) & mask[:, None]
