@@ -1,18 +1,18 @@
-"""Materialised tables: exact figures, order and shape that give nothing away, Parquet and back."""
+"""Materialised tables: exact figures, order and shape that give nothing away; cached splits."""
 
 import datetime
-import json
 
 import jax
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from helpers_episodes import LABELS, fake_batch, fake_set
 
 from trace_jax.config import ConfigError, DataConfig, RunConfig
-from trace_jax.simulator.causes import EPISODE_TYPES
+from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES, SEGMENT_CAUSES
+from trace_jax.simulator.episode import NOT_COMPARED
+from trace_jax.simulator.slices import SLICES, slice_name
 from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES
-from trace_jax.warehouse import splits
+from trace_jax.warehouse import materialize, splits
 from trace_jax.warehouse.schema import COLUMNS, GRAIN, HIDDEN_TABLES, VISIBLE_TABLES
 
 
@@ -131,72 +131,44 @@ def test_records_name_the_label(episodes):
         episodes[5]
 
 
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_chunk_has_the_rows_of_its_episodes(missing):
+    """Tables built for many episodes at once, with other dictionaries, hold the same rows in the same order."""
+    batch, verdict = fake_batch(130, missing=missing)
+    rows = np.random.default_rng(0).permutation(130)
+    one = [materialize.visible_tables(batch, i) | materialize.hidden_tables(batch, verdict, i) for i in rows]
+    many = materialize.visible_chunk(batch, rows) | materialize.hidden_chunk(batch, verdict, rows)
+    for name, table in many.items():
+        assert table.to_pylist() == [row for tables in one for row in tables[name].to_pylist()]
+        assert table.schema == one[0][name].schema  # parts of a set are read together
+
+
+def test_checks_of_the_verifier(episodes):
+    """One row a check: four summaries, every rival cause, for segment causes every other comparable slice."""
+    margins = np.array(episodes.verdict.slice_margins)
+    margins[0, 5] = NOT_COMPARED
+    margins[4, 7] = -0.5
+    changed = splits.EpisodeSet(episodes.batch, episodes.verdict.replace(slice_margins=margins))
+    for i, record in enumerate(changed):
+        rows = record.hidden()["gt_validation"].to_pylist()
+        found = {row["check_name"]: row for row in rows}
+        assert len(found) == len(rows)
+        causes = {f"rival_cause:{c}" for c in CAUSE_NAMES if c != record.cause}
+        driver = " & ".join(f"{a}={v}" for a, v in record.driver)
+        names = [slice_name(k) for k in range(SLICES) if (i, k) != (0, 5)]
+        slices = {f"rival_slice:{name}" for name in names if name != driver and record.cause in SEGMENT_CAUSES}
+        assert set(found) == {"detectability", "confounder", "rival_cause", "rival_slice"} | causes | slices
+        assert all(row["passed"] == (row["margin"] > 0) for row in rows)
+        for k, name in enumerate(CAUSE_NAMES):
+            if name != record.cause:
+                assert found[f"rival_cause:{name}"]["margin"] == episodes.verdict.cause_margins[i, k]
+    assert not found[f"rival_slice:{slice_name(7)}"]["passed"]
+
+
 def test_take_renumbers(episodes):
     part = episodes.take([3, 1])
     assert [r.cause for r in part] == ["PLACEMENT_SHIFT", "NO_SIGNAL"] and [r.index for r in part] == [0, 1]
     assert len(episodes.slice(1, 4)) == 3
-
-
-def test_data_set_of_many_episodes(tmp_path):
-    """More ids in one file than a small dictionary index can count."""
-    many = fake_set(150)
-    splits.write(tmp_path / "d", {"test": many})
-    assert same(splits.read(tmp_path / "d")["test"].batch, many.batch)
-    campaigns = pq.read_table(tmp_path / "d/test/visible/daily_campaign.parquet")["campaign_id"]
-    assert len(set(campaigns.to_pylist())) == 450
-
-
-def test_data_set_round_trip(tmp_path, episodes):
-    manifest = splits.write(tmp_path / "d", {"test": episodes}, {"seed": 7})
-    restored = splits.read(tmp_path / "d")["test"]
-    assert same((episodes.batch, episodes.verdict), (restored.batch, restored.verdict))
-    assert manifest["settings"] == {"seed": 7} and manifest["splits"]["test"]["episodes"] == 5
-    assert json.loads((tmp_path / "d/manifest.json").read_text()) == manifest
-    visible = tmp_path / "d/test/visible"
-    assert sorted(p.stem for p in visible.iterdir()) == sorted(VISIBLE_TABLES)
-    for table in VISIBLE_TABLES:
-        stored = pq.read_table(visible / f"{table}.parquet")
-        assert stored.num_rows == sum(r.visible()[table].num_rows for r in episodes)
-        assert stored.column_names == list(COLUMNS[table])
-    truth = pq.read_table(tmp_path / "d/test/hidden/gt_episode.parquet").to_pylist()
-    assert [r["campaign_id"] for r in truth] == sorted(r.campaign_id for r in episodes)
-    with pytest.raises(ConfigError, match="already holds"):
-        splits.write(tmp_path / "d", {"test": episodes})
-
-
-@pytest.mark.parametrize("damage", ["alter", "remove", "manifest", "absent", "format"])
-def test_damaged_data_sets_are_one_clear_error(tmp_path, episodes, damage):
-    root = tmp_path / "d"
-    splits.write(root, {"test": episodes.slice(0, 2)})
-    target = root / "test/hidden/episodes.parquet"
-    if damage == "alter":
-        target.write_bytes(target.read_bytes()[:-9])
-    elif damage == "remove":
-        target.unlink()
-    elif damage == "manifest":
-        (root / "manifest.json").write_text("{")
-    elif damage == "absent":
-        root = tmp_path / "nothing"
-    else:
-        (root / "manifest.json").write_text('{"format": 99}')
-    with pytest.raises(ConfigError) as caught:
-        splits.read(root)
-    assert "\n" not in str(caught.value)
-
-
-def test_shared_campaigns_are_refused(tmp_path, episodes):
-    with pytest.raises(ConfigError, match="is in train and in test"):
-        splits.write(tmp_path / "d", {"train": episodes.slice(0, 3), "test": episodes.slice(2, 5)})
-
-
-def test_a_full_disk_is_one_clear_error(tmp_path, episodes, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pq, "write_table", full)
-    with pytest.raises(ConfigError, match="No space left"):
-        splits.write(tmp_path / "d", {"test": episodes})
-    assert not (tmp_path / "d/manifest.json").exists()
 
 
 def test_cache_is_reused_keyed_by_settings_and_mended(tmp_path, episodes, monkeypatch):

@@ -48,9 +48,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _simulate(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import dataset
+    from trace_jax.recipes import simulate
 
-    return dataset.simulate(config, args.out, args.split or None)
+    return simulate.simulate(
+        config,
+        args.out,
+        names=args.split or (),
+        episodes=args.episodes,
+        composition=args.composition,
+        resume=args.resume,
+    )
 
 
 def _inspect(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
@@ -138,7 +145,12 @@ def _parser() -> argparse.ArgumentParser:
             p.add_argument("--init", type=Path, metavar="DIR", help="start a new run from the SFT policy of this run")
         if name == "simulate":
             p.add_argument("--out", type=Path, default=Path("data"), metavar="DIR", help="default: data")
+            p.add_argument("--episodes", type=int, metavar="N", help="one split of N episodes instead of data.*")
+            p.add_argument("--seed", dest="data_seed", metavar="S", help="same as --data.seed")
+            p.add_argument("--difficulty", metavar="LEVEL", help="easy, paper or hard; same as --simulator.difficulty")
+            p.add_argument("--composition", default="paper", choices=("paper", "balanced"), help="mix of causes")
             p.add_argument("--split", action="append", choices=SPLITS, help="only this split (may be repeated)")
+            p.add_argument("--resume", action="store_true", help="continue the data set in --out where it stopped")
         if name == "inspect":
             p.add_argument("--split", default="test", choices=SPLITS)
             p.add_argument("--index", type=int, default=0, help="position in the split, from 0")
@@ -206,6 +218,8 @@ def _run(argv: Sequence[str]) -> int:
     if args.command is None:
         parser.print_help()
         return 2
+    short = (("data.seed", "data_seed"), ("simulator.difficulty", "difficulty"))
+    overrides += [(field, getattr(args, flag)) for field, flag in short if getattr(args, flag, None) is not None]
     config = _config(args, overrides)
     if getattr(args, "dry_run", False):
         if args.command != "simulate":
@@ -294,7 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trace-jax: {_one_line(error)}", file=sys.stderr)
         return 2
     except Interrupted as stop:
-        print(f"interrupted; continue with: {stop.resume or shlex.join(['trace-jax', *argv])}", file=sys.stderr)
+        again = [*argv, *(["--resume"] if _command(argv) == "simulate" and "--resume" not in argv else [])]
+        print(f"interrupted; continue with: {stop.resume or shlex.join(['trace-jax', *again])}", file=sys.stderr)
         return stop.status
     except KeyboardInterrupt:
         print(f"interrupted; start again with: {shlex.join(['trace-jax', *argv])}", file=sys.stderr)

@@ -1,10 +1,9 @@
-"""Data sets of verified episodes, and one episode looked at from every side."""
+"""One episode looked at from every side."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,26 +20,6 @@ from trace_jax.warehouse import splits
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_ROWS = 6  # of each table
-
-
-def simulate(config: RunConfig, out: Path, names: Sequence[str] | None) -> dict[str, Any]:
-    """Writes the splits as Parquet with a manifest; returns the manifest's summary."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file: choose a directory")
-    if (out / "manifest.json").exists():
-        raise ConfigError(f"{out} already holds a data set: remove it or choose another --out")
-    out.mkdir(parents=True, exist_ok=True)  # what cannot be written is better known before the work
-    progress, sets = Progress(), {}
-    with Interrupt() as interrupt:
-        for name in dict.fromkeys(names or splits.SPLITS):
-            with progress.bar(name, getattr(config.data, name)) as bar:
-                sets[name] = splits.load_split(config, name, None, on_progress=_reporter(bar, interrupt))
-        interrupt.check()
-        progress.note(f"writing {out}")
-        manifest = splits.write(out, sets, splits.settings_of(config))
-    counts = {name: entry["episodes"] for name, entry in manifest["splits"].items()}
-    print(f"{out}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
-    return {"out": str(out), "splits": manifest["splits"]}
 
 
 def _reporter(bar: Bar, interrupt: Interrupt) -> Callable[[int, int], None]:

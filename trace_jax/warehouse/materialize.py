@@ -1,6 +1,8 @@
 """Episodes as Arrow tables: the four the agent sees, and the three that hold the truth.
 
-Rows are sorted by ids, day and attributes, so their order says nothing about the intervention. Money is in cents.
+One implementation for one episode and for thousands: the tables of a chunk are built column by column in NumPy, and an
+episode is a chunk of one. Rows are sorted by ids, day and attributes, so their order says nothing about the
+intervention. Money is in cents. Days that an advertiser's export lacks (`day_mask` false) are in no table.
 """
 
 from __future__ import annotations
@@ -12,23 +14,28 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trace_jax.simulator.episode import EpisodeBatch, Verdict
-from trace_jax.simulator.vocabulary import (
-    ATTRIBUTE_NAMES,
-    ATTRIBUTES,
-    CAUSE_NAMES,
-    LEVELS,
-    PROFILES,
-    SEGMENT_CAUSES,
-    VERTICALS,
-    episode_type,
-)
+from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES, LEVELS, SEGMENT_CAUSES, episode_type
+from trace_jax.simulator.episode import NOT_COMPARED, EpisodeBatch, Verdict
+from trace_jax.simulator.slices import SLICE_ATTRIBUTES, SLICE_VALUES, SLICES, slice_name
+from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTE_SIZES, ATTRIBUTES, PROFILES, VERTICALS
 from trace_jax.warehouse.schema import COLUMNS
 
 EPOCH = datetime.date(2024, 1, 1)  # day 0 of `EpisodeBatch.start_day`
 EVIDENCE_METRICS = ("impressions", "ctr", "cvr", "cpc", "in_stock")  # columns of Verdict.evidence_*
 FLAT_Z = 2.0  # evidence with a smaller |z| has no direction
+SUMMARY_CHECKS = ("detectability", "confounder", "rival_cause", "rival_slice")  # fields of Verdict
+CHECKS = (
+    *SUMMARY_CHECKS,
+    *(f"rival_cause:{name}" for name in CAUSE_NAMES),
+    *(f"rival_slice:{slice_name(k)}" for k in range(SLICES)),
+)
 
+_COUNTS = ("impressions", "clicks", "orders")
+_AMOUNTS = ("spend", "sales")
+_LEVELS = tuple(dict.fromkeys(LEVELS.values()))
+_LEVEL = np.array([_LEVELS.index(LEVELS[name]) for name in CAUSE_NAMES])
+_TYPE = np.array([[EPISODE_TYPES.index(episode_type(name, d)) for d in range(3)] for name in CAUSE_NAMES])
+_SEGMENT_CODES = [CAUSE_NAMES.index(name) for name in SEGMENT_CAUSES]
 _ARROW = {
     "VARCHAR": pa.string(),
     "DATE": pa.date32(),
@@ -37,6 +44,10 @@ _ARROW = {
     "BOOLEAN": pa.bool_(),
 }
 _EPOCH_DAYS = (EPOCH - datetime.date(1970, 1, 1)).days
+# Place of each value among the spellings of its attribute, [attributes, most values].
+_RANKS = np.zeros((len(ATTRIBUTES), max(ATTRIBUTE_SIZES)), np.int64)
+for _a, _values in enumerate(ATTRIBUTES.values()):
+    _RANKS[_a, : len(_values)] = np.argsort(np.argsort(np.array(_values)))
 
 
 def campaign_name(code: int) -> str:
@@ -56,144 +67,156 @@ def day(batch: EpisodeBatch, i: int, t: int) -> datetime.date:
 
 def driver_pairs(batch: EpisodeBatch, i: int) -> tuple[tuple[str, str], ...]:
     """(attribute, value) pairs of the hidden driver slice, in attribute order; empty if the cause has none."""
-    pairs = []
-    for attribute, value in zip(batch.slice_attributes[i], batch.slice_values[i], strict=True):
-        if attribute >= 0:
-            name = ATTRIBUTE_NAMES[int(attribute)]
-            pairs.append((name, ATTRIBUTES[name][int(value)]))
-    return tuple(sorted(pairs))
+    return _pairs(batch.slice_attributes[i], batch.slice_values[i])
 
 
 def visible_tables(batch: EpisodeBatch, i: int) -> dict[str, pa.Table]:
     """The agent-visible tables of episode `i` (host arrays), columns and types as in `schema.COLUMNS`."""
-    campaigns = _campaigns(batch, i)
-    names = np.array([c["name"] for c in campaigns])
-    order = np.argsort(names)
-    days = batch.impressions.shape[1]
-
-    def column(key: str) -> np.ndarray:
-        return np.concatenate([np.asarray(campaigns[k][key]) for k in order])
-
-    ids = _constant(advertiser_name(batch.advertiser_id[i]), len(names) * days)
-    keys = {
-        "advertiser_id": ids,
-        "campaign_id": _coded(np.repeat(np.arange(len(names)), days), names[order].tolist()),
-        "ds": _dates(batch, i, np.tile(np.arange(days), len(names))),
-    }
-    category = _constant(VERTICALS[int(batch.vertical[i])], len(names) * days)
-    return {
-        "daily_campaign": _table(
-            "daily_campaign",
-            {
-                **keys,
-                "category": category,
-                "budget": _money(column("budget")),
-                "spend": _money(column("spend")),
-                **{k: column(k) for k in ("impressions", "clicks", "orders")},
-                "sales": _money(column("sales")),
-                **{k: column(k) for k in ("page_views", "brand_searches")},
-            },
-        ),
-        "segment_daily": _segment_daily(batch, i),
-        "budget_log": _table(
-            "budget_log", {**keys, "budget": _money(column("budget")), "spend": _money(column("spend"))}
-        ),
-        "inventory": _table(
-            "inventory", {**keys, "category": category, "in_stock": np.round(np.float64(column("in_stock")), 4)}
-        ),
-    }
-
-
-def _campaigns(batch: EpisodeBatch, i: int) -> list[dict[str, Any]]:
-    """Daily series of the campaign in question (summed over segments) and of its siblings."""
-    mask = batch.segment_mask[i]
-    focal: dict[str, Any] = {"name": campaign_name(batch.campaign_id[i])}
-    for key in ("impressions", "clicks", "orders"):
-        focal[key] = np.asarray(getattr(batch, key)[i][:, mask], np.int64).sum(1)
-    for key in ("spend", "sales"):
-        focal[key] = _money(getattr(batch, key)[i][:, mask]).sum(1)  # totals agree with the rounded segment rows
-    for key in ("budget", "in_stock", "page_views", "brand_searches"):
-        focal[key] = getattr(batch, key)[i]
-    siblings = [
-        {
-            "name": campaign_name(batch.sibling_id[i, s]),
-            **{key: getattr(batch, f"sibling_{key}")[i, s] for key in focal if key != "name"},
-        }
-        for s in range(batch.sibling_id.shape[1])
-    ]
-    return [focal, *siblings]
-
-
-def _segment_daily(batch: EpisodeBatch, i: int) -> pa.Table:
-    active = np.flatnonzero(batch.segment_mask[i])
-    codes = np.asarray(batch.segment_values[i])[active]
-    ranks = np.stack([_RANKS[name][codes[:, a]] for a, name in enumerate(ATTRIBUTE_NAMES)])
-    order = np.lexsort(ranks[::-1])  # by the spelling of the values, first attribute first
-    active, codes = active[order], codes[order]
-    days, count = batch.impressions.shape[1], len(active)
-
-    def cells(key: str) -> np.ndarray:
-        return np.asarray(getattr(batch, key)[i])[:, active].reshape(-1)
-
-    total = days * count
-    columns: dict[str, Any] = {
-        "advertiser_id": _constant(advertiser_name(batch.advertiser_id[i]), total),
-        "campaign_id": _constant(campaign_name(batch.campaign_id[i]), total),
-        "ds": _dates(batch, i, np.repeat(np.arange(days), count)),
-        "category": _constant(VERTICALS[int(batch.vertical[i])], total),
-    }
-    for a, name in enumerate(ATTRIBUTE_NAMES):
-        columns[name] = _coded(np.tile(codes[:, a], days), list(ATTRIBUTES[name]))
-    columns |= {key: cells(key) for key in ("impressions", "clicks", "orders")}
-    columns |= {key: _money(cells(key)) for key in ("spend", "sales")}
-    return _table("segment_daily", columns)
+    return visible_chunk(batch, np.array([i]))
 
 
 def hidden_tables(batch: EpisodeBatch, verdict: Verdict, i: int) -> dict[str, pa.Table]:
     """The truth about episode `i` and what the verifier found. Never given to an agent's database."""
-    cause = CAUSE_NAMES[int(batch.cause[i])]
-    driver = driver_pairs(batch, i)
-    name = campaign_name(batch.campaign_id[i])
-    segment = " & ".join(f"{a}={v}" for a, v in driver)
-    episode = {
-        "campaign_id": name,
-        "cause": cause,
-        "level": LEVELS[cause],
-        "type": episode_type(cause, len(driver)),
-        "segments": segment,
-        "dimensions": len(driver),
-        "strength": float(batch.strength[i]),
-        "profile": PROFILES[int(batch.profile[i])],
-        "onset": day(batch, i, int(batch.onset[i])),
-    }
-    evidence = []
-    for metric, z, change in zip(EVIDENCE_METRICS, verdict.evidence_z[i], verdict.evidence_change[i], strict=True):
-        table = "inventory" if metric == "in_stock" else "segment_daily" if driver else "daily_campaign"
-        direction = "flat" if not abs(z) >= FLAT_Z else "up" if z > 0 else "down"
-        evidence.append(
-            {
-                "campaign_id": name,
-                "table_name": table,
-                "metric": metric,
-                "segment": segment if table == "segment_daily" and cause in SEGMENT_CAUSES else "",
-                "direction": direction,
-                "change": float(np.expm1(change)),
-                "z": float(z),
-            }
-        )
-    validation = [
-        {"campaign_id": name, "check_name": check, "margin": float(margin), "passed": bool(margin > 0)}
-        for check in ("detectability", "confounder", "rival_cause", "rival_slice")
-        for margin in [getattr(verdict, check)[i]]
-    ]
-    rows = {"gt_episode": [episode], "gt_evidence": evidence, "gt_validation": validation}
+    return hidden_chunk(batch, verdict, np.array([i]))
+
+
+def visible_chunk(batch: EpisodeBatch, rows: np.ndarray) -> dict[str, pa.Table]:
+    """The agent-visible tables of the episodes `rows`, one episode's rows after the other's."""
+    campaign, segment = _campaign_columns(batch, rows), _segment_columns(batch, rows)
     return {
-        table: _table(table, {column: [row[column] for row in content] for column in COLUMNS[table]})
-        for table, content in rows.items()
+        "daily_campaign": _table("daily_campaign", campaign),
+        "segment_daily": _table("segment_daily", segment),
+        "budget_log": _table("budget_log", campaign),
+        "inventory": _table("inventory", campaign),
     }
 
 
-_RANKS = {name: np.argsort(np.argsort(np.array(values))) for name, values in ATTRIBUTES.items()}
+def _campaign_columns(batch: EpisodeBatch, rows: np.ndarray) -> dict[str, Any]:
+    """Daily series of each campaign in question (summed over segments) and of its siblings. Axes: episode, campaign in
+    the order of the names, day; then flat, without the missing days."""
+    names, code = _names("C", np.concatenate([batch.campaign_id[rows, None], batch.sibling_id[rows]], 1))
+    order = np.argsort(code, axis=1)  # codes are in the order of the names
+    shape = (*code.shape, batch.impressions.shape[1])
+    there = np.broadcast_to(batch.day_mask[rows][:, None], shape).reshape(-1)
+    every = bool(there.all())
+
+    def flat(values: np.ndarray) -> np.ndarray:
+        values = np.broadcast_to(values, shape).reshape(-1)
+        return values if every else values[there]
+
+    def series(key: str) -> np.ndarray:
+        own = getattr(batch, key)[rows]
+        if key in _COUNTS:
+            own = np.where(batch.segment_mask[rows][:, None], own, 0).sum(-1, dtype=np.int64)
+        elif key in _AMOUNTS:  # totals agree with the rounded rows of the segments, to the cent
+            own = np.where(batch.segment_mask[rows][:, None], np.rint(np.float64(own) * 100), 0).sum(-1) / 100
+        both = np.concatenate([own[:, None], getattr(batch, f"sibling_{key}")[rows]], 1)
+        return flat(np.take_along_axis(both, order[:, :, None], 1))
+
+    advertisers, advertiser = _names("A", batch.advertiser_id[rows])
+    return {
+        "advertiser_id": _named(flat(advertiser[:, None, None]), advertisers),
+        "campaign_id": _named(flat(np.take_along_axis(code, order, 1)[:, :, None]), names),
+        "ds": _dates(flat((batch.start_day[rows][:, None] + np.arange(shape[2]))[:, None])),
+        "category": _coded(flat(batch.vertical[rows][:, None, None]), VERTICALS),
+        "budget": _money(series("budget")),
+        **{key: series(key) for key in (*_COUNTS, "page_views", "brand_searches")},
+        **{key: _money(series(key)) for key in _AMOUNTS},
+        "in_stock": np.round(np.float64(series("in_stock")), 4),
+    }
+
+
+def _segment_columns(batch: EpisodeBatch, rows: np.ndarray) -> dict[str, Any]:
+    """Axes: episode, day, segment in the order of its values' spelling; then flat, without missing days and padding."""
+    episodes, days, segments = len(rows), *batch.impressions.shape[1:]
+    values, active = batch.segment_values[rows], batch.segment_mask[rows]
+    place = np.zeros(active.shape, np.int64)
+    for a, size in enumerate(ATTRIBUTE_SIZES):  # first attribute first
+        place = place * size + _RANKS[a][values[:, :, a]]
+    order = np.argsort(np.where(active, place, np.iinfo(np.int64).max), axis=1, kind="stable")
+    active = np.take_along_axis(active, order, 1)
+    there = np.flatnonzero(batch.day_mask[rows][:, :, None] & active[:, None])
+    day_of, segment = np.divmod(there, segments)
+    episode, t = np.divmod(day_of, days)
+    column = order.reshape(-1)[episode * segments + segment]
+    cell = (np.asarray(rows)[episode] * days + t) * segments + column
+    owner = episode * segments + column
+    names, code = _names("C", batch.campaign_id[rows])
+    advertisers, advertiser = _names("A", batch.advertiser_id[rows])
+    values = values.astype(np.int8)
+    return {
+        "advertiser_id": _named(advertiser[episode], advertisers),
+        "campaign_id": _named(code[episode], names),
+        "ds": _dates((batch.start_day[rows][:, None] + np.arange(days)).reshape(episodes * days)[day_of]),
+        "category": _coded(np.asarray(batch.vertical)[rows][episode], VERTICALS),
+        **{
+            name: _coded(np.ascontiguousarray(values[:, :, a]).reshape(-1)[owner], ATTRIBUTES[name])
+            for a, name in enumerate(ATTRIBUTE_NAMES)
+        },
+        **{key: getattr(batch, key).reshape(-1)[cell] for key in _COUNTS},
+        **{key: _money(getattr(batch, key).reshape(-1)[cell]) for key in _AMOUNTS},
+    }
+
+
+def hidden_chunk(batch: EpisodeBatch, verdict: Verdict, rows: np.ndarray) -> dict[str, pa.Table]:
+    """The truth about the episodes `rows` and what the verifier found: one row an episode, one a piece of evidence, one
+    a check."""
+    names, code = _names("C", batch.campaign_id[rows])
+    cause = np.asarray(batch.cause)[rows]
+    segment = np.isin(cause, _SEGMENT_CODES)
+    slices = np.concatenate([batch.slice_attributes[rows], batch.slice_values[rows]], 1)
+    labels, label = np.unique(slices, axis=0, return_inverse=True)
+    label = label.reshape(-1)
+    texts = [" & ".join(f"{a}={v}" for a, v in _pairs(row[:2], row[2:])) for row in labels]
+    spellings = list(dict.fromkeys(["", *texts]))
+    text = np.array([spellings.index(t) for t in texts])[label]
+    dimensions = (slices[:, :2] >= 0).sum(1)
+    episode = {
+        "campaign_id": _named(code, names),
+        "cause": _coded(cause, CAUSE_NAMES),
+        "level": _coded(_LEVEL[cause], _LEVELS),
+        "type": _coded(_TYPE[cause, dimensions], EPISODE_TYPES),
+        "segments": _named(text, spellings),
+        "dimensions": dimensions,
+        "strength": batch.strength[rows],
+        "profile": _coded(batch.profile[rows], PROFILES),
+        "onset": _dates(batch.start_day[rows] + batch.onset[rows]),
+    }
+    tables = ("daily_campaign", "segment_daily", "inventory")
+    stock = np.array([metric == "in_stock" for metric in EVIDENCE_METRICS])
+    table = np.where(stock, 2, (dimensions > 0)[:, None])
+    z = np.float64(verdict.evidence_z[rows])
+    direction = np.where(np.abs(z) >= FLAT_Z, np.where(z > 0, 1, 2), 0)
+    count = len(EVIDENCE_METRICS)
+    evidence = {
+        "campaign_id": _named(np.repeat(code, count), names),
+        "table_name": _coded(table.reshape(-1), tables),
+        "metric": _coded(np.tile(np.arange(count), len(rows)), EVIDENCE_METRICS),
+        "segment": _named(np.where((table == 1) & segment[:, None], text[:, None], 0).reshape(-1), spellings),
+        "direction": _coded(direction.reshape(-1), ("flat", "up", "down")),
+        "change": np.expm1(np.float64(verdict.evidence_change[rows])).reshape(-1),
+        "z": z.reshape(-1),
+    }
+    summary = np.stack([getattr(verdict, check)[rows] for check in SUMMARY_CHECKS], 1)
+    margin = np.concatenate([summary, verdict.cause_margins[rows], verdict.slice_margins[rows]], 1)
+    candidates = np.concatenate([SLICE_ATTRIBUTES, SLICE_VALUES], 1)
+    own_slice = np.any([(slices[:, None, order] == candidates).all(-1) for order in ([0, 1, 2, 3], [1, 0, 3, 2])], 0)
+    rivals = [
+        np.ones_like(summary, bool),
+        np.arange(len(CAUSE_NAMES)) != cause[:, None],
+        segment[:, None] & ~own_slice & (verdict.slice_margins[rows] < NOT_COMPARED),
+    ]
+    which, check = np.nonzero(np.concatenate(rivals, 1))
+    validation = {
+        "campaign_id": _named(code[which], names),
+        "check_name": _coded(check, CHECKS),
+        "margin": margin[which, check],
+        "passed": margin[which, check] > 0,
+    }
+    return {
+        name: _table(name, columns)
+        for name, columns in (("gt_episode", episode), ("gt_evidence", evidence), ("gt_validation", validation))
+    }
 
 
 def _table(name: str, columns: Mapping[str, Any]) -> pa.Table:
@@ -201,26 +224,44 @@ def _table(name: str, columns: Mapping[str, Any]) -> pa.Table:
     for column, kind in COLUMNS[name].items():
         values = columns[column]
         if not isinstance(values, pa.Array):
-            if kind == "BIGINT":
-                values = np.asarray(values, np.int64)  # exact: counts pass 2^24, where float32 ends
+            if kind in ("BIGINT", "DOUBLE"):
+                # exact: counts pass 2^24, where float32 ends
+                values = np.asarray(values, np.int64 if kind == "BIGINT" else np.float64)
             values = pa.array(values, _ARROW[kind])
         arrays.append(values)
     return pa.Table.from_arrays(arrays, names=list(COLUMNS[name]))
+
+
+def _pairs(attributes: np.ndarray, values: np.ndarray) -> tuple[tuple[str, str], ...]:
+    named = [(ATTRIBUTE_NAMES[int(a)], int(v)) for a, v in zip(attributes, values, strict=True) if a >= 0]
+    return tuple(sorted((name, ATTRIBUTES[name][value]) for name, value in named))
+
+
+def _names(prefix: str, ids: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """The distinct names in alphabetical order, and each id's place among them."""
+    distinct, inverse = np.unique(ids, return_inverse=True)
+    names = np.array([f"{prefix}{i}" for i in distinct.tolist()])
+    order = np.argsort(names)
+    rank = np.empty(len(order), np.int32)
+    rank[order] = np.arange(len(order))
+    return names[order].tolist(), rank[inverse.reshape(np.shape(ids))]
 
 
 def _money(values: Any) -> np.ndarray:
     return np.round(np.asarray(values, np.float64), 2)
 
 
-def _dates(batch: EpisodeBatch, i: int, offsets: np.ndarray) -> pa.Array:
-    days = _EPOCH_DAYS + int(batch.start_day[i]) + offsets
-    return pa.array(days.astype(np.int32), pa.int32()).cast(pa.date32())
+def _dates(days: np.ndarray) -> pa.Array:
+    """Dates from days since EPOCH."""
+    return pa.array((_EPOCH_DAYS + days).astype(np.int32), pa.int32()).cast(pa.date32())
 
 
-def _coded(codes: np.ndarray, values: list[str]) -> pa.Array:
-    # int32: the tables of a data set hold the ids of thousands of episodes in one dictionary.
-    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), pa.array(values))
+def _coded(codes: np.ndarray, values: tuple[str, ...]) -> pa.Array:
+    """Codes of a fixed vocabulary."""
+    kind = np.int8 if len(values) <= 127 else np.int16
+    return pa.DictionaryArray.from_arrays(pa.array(np.asarray(codes).astype(kind)), pa.array(values))
 
 
-def _constant(value: str, count: int) -> pa.Array:
-    return _coded(np.zeros(count, np.int32), [value])
+def _named(codes: np.ndarray, values: list[str]) -> pa.Array:
+    """Codes of the names that occur. Few or thousands, the type is the same: parts of a set are read together."""
+    return pa.DictionaryArray.from_arrays(pa.array(np.asarray(codes, np.int32)), pa.array(values, pa.string()))

@@ -1,16 +1,7 @@
-"""Sets of verified episodes: made from the simulator's streams, cached, written to and read from Parquet.
-
-    DIR/manifest.json                     seed, sizes, simulator settings, SHA-256 of every file
-    DIR/SPLIT/visible/<table>.parquet     what agents see, all episodes of the split, sorted by campaign
-    DIR/SPLIT/hidden/gt_*.parquet         causes, evidence, validation
-    DIR/SPLIT/hidden/episodes.parquet     the arrays themselves, one row an episode, from which `read` restores the set
-
-Each table is written in groups of rows, so a split never has to fit in memory as tables.
-"""
+"""Sets of verified episodes in memory: made from the simulator's streams and cached. On disk: `warehouse.dataset`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -26,19 +17,19 @@ from typing import Any
 import jax
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 import trace_jax.simulator
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.simulator.accepted import accepted_episodes
+from trace_jax.simulator.causes import CAUSE_NAMES, episode_type
 from trace_jax.simulator.episode import EpisodeBatch, Verdict
-from trace_jax.simulator.stream import accepted_episodes, paper_composition
-from trace_jax.simulator.vocabulary import CAUSE_NAMES, PROFILES, episode_type
+from trace_jax.simulator.stream import composition_for
+from trace_jax.simulator.vocabulary import PROFILES
 from trace_jax.warehouse import materialize
-from trace_jax.warehouse.schema import HIDDEN_TABLES, VISIBLE_TABLES
+from trace_jax.warehouse.files import disk
 
 SPLITS = ("train", "validation", "test")
-FORMAT = 1  # of the data set on disk
-GROUP = 128  # episodes in one row group
+FORMAT = 2  # of the cache
 
 
 @dataclass(frozen=True)
@@ -148,7 +139,7 @@ def load_split(
         if cached is not None:
             return cached
     batch, verdict = accepted_episodes(
-        config.simulator, config.data.seed, name, paper_composition(size), on_progress=on_progress
+        config.simulator, config.data.seed, name, composition_for(config.simulator, size), on_progress=on_progress
     )
     episodes = EpisodeSet(batch, verdict, name)
     if path is not None:
@@ -156,65 +147,11 @@ def load_split(
     return episodes
 
 
-def write(
-    directory: Path | str, sets: Mapping[str, EpisodeSet], settings: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Write a data set; returns the manifest. The manifest comes last, so a directory with one is complete.
-
-    Args:
-        sets: episodes by split name.
-        settings: whatever describes their origin (seed, simulator settings), kept in the manifest.
-    Raises:
-        ConfigError: splits share a campaign, the directory already holds a data set, or writing fails.
-    """
-    root = Path(directory)
-    if (root / "manifest.json").exists():
-        raise ConfigError(f"{root} already holds a data set: remove it or choose another directory")
-    check_disjoint(sets)
-    files: dict[str, str] = {}
-    with _disk(root):
-        for name, episodes in sets.items():
-            for part, tables in (("visible", VISIBLE_TABLES), ("hidden", HIDDEN_TABLES)):
-                folder = root / name / part
-                folder.mkdir(parents=True, exist_ok=True)
-                _write_tables(folder, tables, episodes, part == "visible")
-            pq.write_table(_arrays_table(episodes), root / name / "hidden" / "episodes.parquet", compression="zstd")
-        for path in sorted(root.glob("*/*/*.parquet")):
-            files[path.relative_to(root).as_posix()] = _sha256(path)
-        manifest = {
-            "format": FORMAT,
-            "settings": dict(settings or {}),
-            "splits": {n: {"episodes": len(s), "composition": s.composition()} for n, s in sets.items()},
-            "sha256": files,
-        }
-        _replace(root / "manifest.json", json.dumps(manifest, indent=2).encode())
-    return manifest
-
-
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """The part of a run's configuration that determines its splits."""
-    return {"seed": config.data.seed, "simulator": dataclasses.asdict(config.simulator), "code": _code_hash()}
-
-
-def read(directory: Path | str) -> dict[str, EpisodeSet]:
-    """The sets of a data set by split name.
-
-    Raises:
-        ConfigError: no manifest, an unknown format, or a file that is missing or altered.
-    """
-    root = Path(directory)
-    try:
-        manifest = json.loads((root / "manifest.json").read_text())
-        if manifest["format"] != FORMAT:
-            raise ConfigError(f"{root}: data set format {manifest['format']} is not {FORMAT}; write it again")
-        for name, digest in manifest["sha256"].items():
-            if _sha256(root / name) != digest:
-                raise ConfigError(f"{root / name}: the file differs from the manifest; write the data set again")
-        return {name: _read_arrays(root / name / "hidden" / "episodes.parquet", name) for name in manifest["splits"]}
-    except (OSError, KeyError, TypeError, ValueError, pa.ArrowException) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{root} is not a readable data set ({' '.join(str(error).split())[:200]})") from None
+    """What determines the splits of a run: `simulator.batch` and the devices do not."""
+    simulator = dataclasses.asdict(config.simulator)
+    del simulator["batch"]
+    return {"seed": config.data.seed, "simulator": simulator, "code": code_hash()}
 
 
 def check_disjoint(sets: Mapping[str, EpisodeSet]) -> None:
@@ -244,33 +181,17 @@ def check_disjoint(sets: Mapping[str, EpisodeSet]) -> None:
                 owner[what] = name
 
 
-def _write_tables(folder: Path, tables: Sequence[str], episodes: EpisodeSet, visible: bool) -> None:
-    """All episodes of a split, sorted by campaign id so that the file order is not the order of the set."""
-    order = sorted(range(len(episodes)), key=lambda i: episodes[i].campaign_id)
-    with contextlib.ExitStack() as stack:
-        writers: dict[str, pq.ParquetWriter] = {}
-        for start in range(0, len(order), GROUP):
-            parts = [episodes[i] for i in order[start : start + GROUP]]
-            built = [record.visible() if visible else record.hidden() for record in parts]
-            for name in tables:
-                table = pa.concat_tables([b[name] for b in built]).unify_dictionaries()
-                if name not in writers:
-                    writers[name] = stack.enter_context(
-                        pq.ParquetWriter(folder / f"{name}.parquet", table.schema, compression="zstd")
-                    )
-                writers[name].write_table(table)
-
-
-def _fields(episodes: EpisodeSet) -> dict[str, np.ndarray]:
-    """Every array of the set by "batch.name" or "verdict.name"."""
+def fields_of(batch: EpisodeBatch, verdict: Verdict) -> dict[str, np.ndarray]:
+    """Every array of a set by "batch.name" or "verdict.name"."""
     return {
-        f"{part}.{f.name}": np.asarray(getattr(getattr(episodes, part), f.name))
-        for part in ("batch", "verdict")
-        for f in dataclasses.fields(getattr(episodes, part))
+        f"{part}.{f.name}": np.asarray(getattr(owner, f.name))
+        for part, owner in (("batch", batch), ("verdict", verdict))
+        for f in dataclasses.fields(owner)
     }
 
 
-def _from_fields(fields: Mapping[str, np.ndarray], split: str) -> EpisodeSet:
+def from_fields(fields: Mapping[str, np.ndarray], split: str) -> EpisodeSet:
+    """The inverse of `fields_of`. KeyError if one is missing."""
     built = {
         part: kind(**{f.name: fields[f"{part}.{f.name}"] for f in dataclasses.fields(kind)})
         for part, kind in (("batch", EpisodeBatch), ("verdict", Verdict))
@@ -278,36 +199,13 @@ def _from_fields(fields: Mapping[str, np.ndarray], split: str) -> EpisodeSet:
     return EpisodeSet(**built, split=split)
 
 
-def _arrays_table(episodes: EpisodeSet) -> pa.Table:
-    """One row an episode, each array as bytes; shape and type are in the column's metadata."""
-    columns, schema = [], []
-    for name, values in _fields(episodes).items():
-        rows = np.ascontiguousarray(values).reshape(len(episodes), -1)
-        width = rows.shape[1] * rows.itemsize
-        columns.append(pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(rows), [None, pa.py_buffer(rows)]))
-        metadata = {"dtype": values.dtype.str, "shape": json.dumps(values.shape[1:])}
-        schema.append(pa.field(name, pa.binary(width), nullable=False, metadata=metadata))
-    return pa.Table.from_arrays(columns, schema=pa.schema(schema))
-
-
-def _read_arrays(path: Path, split: str) -> EpisodeSet:
-    table = pq.read_table(path)
-    fields = {}
-    for field in table.schema:
-        kind = np.dtype(field.metadata[b"dtype"].decode())
-        shape = (len(table), *json.loads(field.metadata[b"shape"]))
-        raw = b"".join(table[field.name].to_pylist())
-        fields[field.name] = np.frombuffer(raw, kind).reshape(shape).copy()
-    return _from_fields(fields, split)
-
-
 def _save_arrays(path: Path, episodes: EpisodeSet) -> None:
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    with _disk(path):
+    with disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(partial, "wb") as file:
-                np.savez(file, **_fields(episodes))
+                np.savez(file, **fields_of(episodes.batch, episodes.verdict))
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
@@ -317,7 +215,7 @@ def _load_arrays(path: Path, split: str) -> EpisodeSet | None:
     """The cached set; None, with a warning, if the file is damaged (it is then made again)."""
     try:
         with np.load(path) as stored:
-            return _from_fields(dict(stored), split)
+            return from_fields(dict(stored), split)
     except Exception as error:  # zipfile, pickle, key and value errors alike mean: not usable
         warnings.warn(f"{path} is damaged ({error}); simulating the split again", stacklevel=3)
         return None
@@ -329,31 +227,9 @@ def _fingerprint(config: RunConfig, name: str, size: int) -> str:
 
 
 @functools.cache
-def _code_hash() -> str:
+def code_hash() -> str:
     """Hash of the simulator's source: other code makes other episodes."""
     digest = hashlib.sha256()
     for path in sorted(Path(trace_jax.simulator.__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
-
-
-@contextlib.contextmanager
-def _disk(path: Path) -> Iterator[None]:
-    """Turns errors of the file system (full disk, no permission) into one line."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror or error}; free space or choose another place"
-        ) from None
