@@ -2,6 +2,9 @@
 
 Every z is a log change over its standard error, which comes from the baseline's own day-to-day residuals
 (quasi-likelihood), so overdispersed days do not look like signals. Rates are ratios of sums, never means of ratios.
+Campaign totals are compared with those of the sibling campaigns, which share market and season. Rates of slices are
+compared with what each segment's own baseline rate gives for the day's mix, so that a shift of the mix is no change of
+rate. These are the statistics of the oracle (simulator.statistics).
 """
 
 from __future__ import annotations
@@ -18,33 +21,45 @@ _CHANGE = """
 , z as (select k, m, ln(nb * ea / na / eb) d, v / na / na + v / na / nb w
  from h join r using (k, m) where least(na, nb, ea, eb) > 0)
 """
-_HALF = "ds > (select median(ds) from segment_daily)"
+_HALF = "ds > (select min(ds) + ((max(ds) - min(ds)) // 2)::int from segment_daily)"  # days may be missing
 
 
 def overview() -> str:
-    """Campaign totals: z of volume (against the siblings), CTR, CVR, CPC and in-stock share; one row a metric."""
+    """Campaign against siblings: z of volume, CTR, CVR, CPC, and of the in-stock share; one row a metric."""
     return f"""with c as (select campaign_id from segment_daily limit 1)
 , d as (select ds, {_HALF} b, impressions i, clicks c, orders o, spend s, in_stock t
  from daily_campaign join inventory using (campaign_id, ds) where campaign_id in (from c))
-, s as (select ds, sum(impressions) u from daily_campaign where campaign_id not in (from c) group by ds)
-, m as (select '' k, ds, b, unnest(['volume', 'ctr', 'cvr', 'cpc', 'stock']) m, unnest([i, c, o, s, t]) n,
- unnest([u, i, c, c, t / t]) e from d join s using (ds)){_CHANGE}\
-select m, (d / sqrt(w))::int z from z order by array_position(['volume', 'ctr', 'cvr', 'cpc', 'stock'], m)"""
+, s as (select ds, sum(impressions) u, sum(clicks) v, sum(orders) w, sum(spend) x
+ from daily_campaign where campaign_id not in (from c) group by ds)
+, m as (select '' k, ds, b, unnest(['volume', 'ctr', 'cvr', 'cpc', 'stock', 'xctr', 'xcvr', 'xcpc']) m,
+ unnest([i, c, o, s, t, v, w, x]) n, unnest([coalesce(u, 1), i, c, c, 1, u, v, v]) e from d left join s using (ds)){_CHANGE}\
+select z.m, ((z.d - coalesce(x.d, 0)) / sqrt(z.w + coalesce(x.w, 0)))::int from z left join z x on x.m = 'x' || z.m
+ where z.m[1] != 'x' order by array_position(['volume', 'ctr', 'cvr', 'cpc', 'stock'], z.m)"""
+
+
+_SEGMENT = ", ".join(DRIVER_ATTRIBUTES)  # two segments always differ in these
+# q: every row with what its clicks, orders and spend would be at the segment's baseline rates.
+_CELLS = f"""with u as (select *, {_HALF} b from segment_daily)
+, v as (select {_SEGMENT}, sum(clicks) / nullif(sum(impressions), 0) x, sum(orders) / nullif(sum(clicks), 0) y,
+ sum(spend) / nullif(sum(clicks), 0) z from u where not b group by all)
+, q as (select *, impressions * x xc, clicks * y xo, clicks * z xs from u join v using ({_SEGMENT}))
+"""
+_SUMS = """sum(impressions) i, sum(clicks) c, sum(orders) o, sum(spend) s, sum(xc) xc, sum(xo) xo, sum(xs) xs"""
 
 
 def _slices(sets: Sequence[Sequence[str]], where: str = "") -> str:
     """Daily totals of every slice in `sets` (name k), of the campaign, and the long format of slice against rest."""
     grouping = ", ".join(f"({', '.join(s)})" for s in sets)
     names = ", ".join(a for a in DRIVER_ATTRIBUTES if any(a in group for group in sets))
-    return f"""with g as (select {names}, ds, {_HALF} b, sum(impressions) i, sum(clicks) c, sum(orders) o, sum(spend) s
- from segment_daily{where} group by ds, b, grouping sets ({grouping}))
-, a as (select ds, sum(impressions) i, sum(clicks) c, sum(orders) o, sum(spend) s from segment_daily group by ds)
-, f as (select concat_ws(' ', {names}) k, g.*, a.i ai, a.c ac, a.o ao, a.s az from g join a using (ds))
+    return f"""{_CELLS}, g as (select {names}, ds, b, {_SUMS}
+ from q{where} group by ds, b, grouping sets ({grouping}))
+, f as (select concat_ws(' ', {names}) k, g.*, a.i ai, a.c ac, a.o ao, a.s az, a.xc axc, a.xo axo, a.xs axs
+ from g join (select ds, {_SUMS} from q group by ds) a using (ds))
 """
 
 
 _RATES = f""", m as (select k, ds, b, unnest(['ctr', 'cvr', 'cpc', 'share', 'xctr', 'xcvr', 'xcpc', 'xshare']) m,
- unnest([c, o, s, i, ac - c, ao - o, az - s, ai]) n, unnest([i, c, c, ai, ai - i, ac - c, ac - c, ai]) e from f){_CHANGE}\
+ unnest([c, o, s, i, ac - c, ao - o, az - s, ai]) n, unnest([xc, xo, xs, ai, axc - xc, axo - xo, axs - xs, ai]) e from f){_CHANGE}\
 , t as (select z.k, z.m, (z.d - x.d) / sqrt(z.w + x.w) z from z join z x on x.k = z.k and x.m = 'x' || z.m)
 , p as (select k, max(z) filter (m = 'ctr') ctr, max(z) filter (m = 'cvr') cvr, max(z) filter (m = 'cpc') cpc,
  max(z) filter (m = 'share') share from t group by k)
