@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from trace_jax.config import SimulatorConfig
-from trace_jax.simulator import oracle
+from trace_jax.simulator import oracle, slices
 from trace_jax.simulator.causes import CAUSE_INDEX, CAUSE_NAMES
+from trace_jax.simulator.statistics import statistics
 from trace_jax.simulator.stream import propose
 from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES, DRIVER_ATTRIBUTES
 
 PARAMS = oracle.OracleParams()
 PLACEMENT, AUDIENCE, DEVICE, GEO = (ATTRIBUTE_NAMES.index(a) for a in DRIVER_ATTRIBUTES)
 _VERIFY = jax.jit(oracle.verify_one)
-_MARGINS = jax.jit(lambda e: oracle.cause_margins(oracle.statistics(e, PARAMS), PARAMS))
+_STATISTICS = jax.jit(lambda e: statistics(e, PARAMS.min_events))
+_MARGINS = jax.jit(lambda e: oracle.cause_margins(statistics(e, PARAMS.min_events), PARAMS))
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +117,9 @@ def test_low_volume_segment_is_not_a_driver(template):
     n[:, tiny], c[:, tiny] = 0, 0
     n[3, tiny[0]], c[3, tiny[0]], n[20, tiny[0]] = 6, 2, 4
     episode = dataclasses.replace(episode, impressions=n, clicks=c, orders=np.minimum(episode.orders, c))
-    stats = jax.jit(oracle.statistics)(episode, PARAMS)
-    k = [
-        i
-        for i, (a, v) in enumerate(zip(oracle.SLICE_ATTRIBUTES, oracle.SLICE_VALUES, strict=True))
-        if a[0] == PLACEMENT and v[0] == 1 and a[1] < 0
-    ]
-    assert not bool(stats.testable[k[0]])
+    stats = _STATISTICS(episode)
+    (k,) = [i for i in range(slices.SLICES) if slices.slice_name(i) == "placement=REST_OF_SEARCH"]
+    assert not bool(stats.testable[k])
     assert not bool(_VERIFY(labelled(episode, "CREATIVE_FATIGUE", (PLACEMENT, 1)), PARAMS).accept)
 
 
@@ -179,7 +177,7 @@ def test_empty_segments_do_not_matter(template):
     """Case 6 of data: adding all-zero leaves changes nothing, and no statistic is lost or infinite."""
     episode = grid(template, np.random.default_rng(6), ctr=top_only(-0.3))
     more = dataclasses.replace(episode, segment_mask=np.arange(48) < 40)
-    a, b = (jax.jit(oracle.statistics)(e, PARAMS) for e in (episode, more))
+    a, b = (_STATISTICS(e) for e in (episode, more))
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.isfinite(np.asarray(x, np.float32)).all()
         np.testing.assert_allclose(x, y, rtol=1e-5)
@@ -188,9 +186,9 @@ def test_empty_segments_do_not_matter(template):
 def test_evidence_reads_only_visible_fields():
     """Changing every hidden field leaves the statistics as they are."""
     batch, _ = propose(SimulatorConfig(batch=64), 3, "oracle", "AD_QUALITY_DROP", 1, np.arange(8))
-    hidden = ("cause", "slice_attributes", "slice_values", "strength", "profile", "onset")
+    hidden = ("cause", "slice_attributes", "slice_values", "strength", "profile", "onset", "effects", "confounders")
     other = dataclasses.replace(batch, **{name: np.zeros_like(getattr(batch, name)) for name in hidden})
-    f = jax.jit(jax.vmap(lambda e: oracle.statistics(e, PARAMS)))
+    f = jax.jit(jax.vmap(_STATISTICS))
     for x, y in zip(jax.tree.leaves(f(batch)), jax.tree.leaves(f(other)), strict=True):
         np.testing.assert_array_equal(x, y)
 

@@ -186,11 +186,11 @@ _COMBINE = {"completeness": jnp.multiply, "day_mask": jnp.logical_and, "slice_in
 
 
 def draw_confounding(tape: draws.Tape, context: Context, params: SimulatorParams) -> Confounding:
-    """Draw every confounder of the list and add up what they do. Log effects add; completeness multiplies; a missing
-    day is missing whoever drops it."""
+    """Draw every confounder of the list and add up what they do, on top of the season's daily shocks. Log effects add;
+    completeness multiplies; a missing day is missing whoever drops it."""
     days, segments = context.day.shape[0], context.weights.shape[0]
     total: dict[str, Array] = {
-        "volume": jnp.zeros(days),
+        "volume": params.season_day_cv * tape.normal((days,)),
         "rates": jnp.zeros((3, days)),
         "slice_rates": jnp.zeros((3, days)),
         "slice_inside": jnp.zeros(segments, bool),

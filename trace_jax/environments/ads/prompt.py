@@ -21,21 +21,6 @@ NUDGE = {
     "full": "This was your last tool call. Give the final answer now, as the JSON object described above.",
 }
 
-_SIGNATURES = {
-    "BID_INCREASE": "CPC up, CTR mildly down, whole campaign",
-    "BUDGET_CAP": "impressions, clicks and orders down, rates flat; look at budget_log",
-    "PAGE_DEGRADATION": "CVR down, CTR flat, orders down, stock normal",
-    "OUT_OF_STOCK": "in-stock share down, CVR down, orders down; look at inventory",
-    "PLACEMENT_SHIFT": "one placement's share of impressions up, rates inside placements flat",
-    "TARGETING_BROADENING": "impressions up, CTR and CVR down through the mix of audiences",
-    "TARGETING_NARROWING": "impressions down, CTR and CVR up through the mix of audiences",
-    "CREATIVE_FATIGUE": "CTR down gradually inside one slice; impressions and CVR flat",
-    "COMPETITIVE_PRESSURE": "CPC up and CTR down inside one slice",
-    "AD_QUALITY_DROP": "impressions down, CPC up and CTR down inside one slice",
-    "AUDIENCE_SATURATION": "CTR down gradually and CVR mildly down inside one slice",
-    "NO_SIGNAL": "every change is within noise; weekday cycle, trend and promotions are always there",
-}
-
 
 def check_style(style: str) -> str:
     """The style itself; ConfigError if there is no such style."""
@@ -81,7 +66,7 @@ _COMPACT_SYSTEM = "Find why the metric moved. Query, then answer."
 
 
 def _full_system() -> str:
-    causes = "\n".join(f"- {cause.name} ({cause.level}): {_SIGNATURES[cause.name]}" for cause in CAUSES)
+    causes = "\n".join(f"- {cause.name} ({cause.level}): {cause.description}" for cause in CAUSES)
     tables = "\n".join(f"- {table}({', '.join(COLUMNS[table])})" for table in VISIBLE_TABLES)
     values = "\n".join(f"- {name}: {', '.join(options)}" for name, options in ATTRIBUTES.items())
     return f"""You investigate why the results of one advertising campaign changed. At most one cause acted, in the
