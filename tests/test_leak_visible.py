@@ -17,7 +17,7 @@ from trace_jax.config import EnvironmentConfig, SimulatorConfig
 from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.simulator.accepted import accepted_episodes
 from trace_jax.simulator.causes import CAUSE_INDEX, CAUSES
-from trace_jax.warehouse import splits
+from trace_jax.warehouse import dataset
 from trace_jax.warehouse.schema import GRAIN, VISIBLE_TABLES
 from trace_jax.warehouse.splits import EpisodeSet
 
@@ -171,13 +171,13 @@ def test_files_of_a_data_set_name_no_episode(episodes, tmp_path):
     """File names depend on the split alone, and visible files hold no column of the truth."""
     few, more = episodes.slice(0, 5), episodes.slice(5, 40)
     for name, part in (("few", few), ("more", more)):
-        splits.write(tmp_path / name, {"train": part})
+        dataset.write(tmp_path / name, {"train": part})
     names = [sorted(p.relative_to(tmp_path / n).as_posix() for p in (tmp_path / n).rglob("*")) for n in ("few", "more")]
     assert names[0] == names[1]
     text = " ".join(names[0]).upper()
     assert not any(c.name in text for c in CAUSES)
-    visible = [p for p in (tmp_path / "more").rglob("*.parquet") if p.parent.name == "visible"]
-    assert sorted(p.stem for p in visible) == sorted(VISIBLE_TABLES)
+    visible = [p for p in (tmp_path / "more").rglob("*.parquet") if p.parts[-3] == "visible"]
+    assert sorted(p.parent.name for p in visible) == sorted(VISIBLE_TABLES)
     for path in visible:
         raw = path.read_bytes()
         assert not any(c.name.encode() in raw for c in CAUSES), path

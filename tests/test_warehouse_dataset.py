@@ -141,26 +141,33 @@ def test_what_is_there_is_not_overwritten(tmp_path, episodes):
     write_parts(tmp_path / "e", episodes)
     with pytest.raises(ConfigError, match="already holds a data set"):
         write_parts(tmp_path / "e", episodes, resume=True)
+    (tmp_path / "g").mkdir()
+    (tmp_path / "g/README.md").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match="is not empty: choose a new or an empty directory"):
+            write_parts(tmp_path / "g", episodes, resume=resume)
+    assert contents(tmp_path / "g") == {"README.md": b"mine"}
     (tmp_path / "f").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         write_parts(tmp_path / "f", episodes)
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_half_set(tmp_path, episodes, monkeypatch):
-    root, calls = tmp_path / "d", []
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_full_disk_is_one_line_and_leaves_no_half_set(tmp_path, episodes, monkeypatch, broken):
+    """Whichever part fails; later ones that are written at the same time do not count."""
+    root, real = tmp_path / "d", dataset.files.replace
 
-    def full(*args, **kwargs):
-        calls.append(1)
-        if len(calls) > 12:
+    def full(path, content):
+        if path.name == f"part-{broken:05d}.parquet" and path.parent.name == "inventory":
             raise OSError(28, "No space left on device")
-        return real(*args, **kwargs)
+        return real(path, content)
 
-    real = pq.write_table
     with monkeypatch.context() as patch:
-        patch.setattr(pq, "write_table", full)
+        patch.setattr(dataset.files, "replace", full)
         with pytest.raises(ConfigError, match="no space left on device; free space and continue with --resume"):
             write_parts(root, episodes)
     assert not (root / "manifest.json").exists() and not list(root.rglob("*.partial"))
+    assert len((root / "unfinished.jsonl").read_text().splitlines()) == 1 + broken
     write_parts(root, episodes, resume=True)
     write_parts(tmp_path / "whole", episodes)
     assert contents(root) == contents(tmp_path / "whole")

@@ -75,6 +75,8 @@ class Writer:
                         "another directory"
                     )
                 self._restore()
+            elif self.root.exists() and any(self.root.iterdir()):  # its README.md may be somebody's
+                raise ConfigError(f"{self.root} is not empty: choose a new or an empty directory")
             self.root.mkdir(parents=True, exist_ok=True)
             lines = [self._header, *(entry for entries in self._done.values() for entry in entries)]
             files.replace(self.root / LOG, "".join(json.dumps(x) + "\n" for x in lines).encode())
@@ -137,9 +139,13 @@ class Writer:
 
     def _log(self, job: Future) -> None:
         with files.disk(self.root, _CONTINUE):
-            entry = job.result()
-            with open(self.root / LOG, "a") as log:
-                log.write(json.dumps(entry) + "\n")
+            try:
+                entry = job.result()
+                with open(self.root / LOG, "a") as log:
+                    log.write(json.dumps(entry) + "\n")
+            except BaseException:
+                self._pending.clear()  # a chunk does not count without those before it
+                raise
         self._done[entry["split"]].append(entry)
 
     def finish(self) -> dict[str, Any]:
