@@ -22,7 +22,7 @@ RNGS = tuple(RNG_ROUNDS)
 
 SMALL_MEAN = 4.0  # below: exact inverse CDF; from here on: the asymptotic quantile
 MAX_MEAN = 1e9
-MIN_SHAPE = 1e-3
+MIN_SHAPE, MAX_SHAPE = 1e-3, 1e9
 _SMALL_STEPS = 17  # P(Poisson(4) > 17) < 3e-7, what _SLACK cuts off anyway
 _SLACK = 5e-7  # float32 sums of the CDF may stop this short of one; a uniform above must not run to the last step
 
@@ -145,8 +145,8 @@ class Tape:
         for name, where in ((rng, "rng"), (str(jax.random.key_impl(key)), "implementation of the key")):
             if name not in RNGS:
                 raise ConfigError(
-                    f"simulator: {where} {name!r} cannot replay an episode, because rows of a vmapped rbg draw differ from "
-                    f"the single draw; use one of {', '.join(RNGS)}"
+                    f"simulator: {where} {name!r} cannot replay an episode: rows of a vmapped rbg draw differ from the "
+                    f"single draw; use one of {', '.join(RNGS)}"
                 )
 
         def numbers(start: int | Array, length: int) -> Array:
@@ -234,7 +234,7 @@ def poisson(u: Float[Array, ...], mean: Float[Array, ...]) -> Int[Array, ...]:
 
 
 def _gamma(z: Array, lift: Array, shape: Array) -> Array:
-    shape = jnp.maximum(shape, MIN_SHAPE)
+    shape = jnp.minimum(jnp.where(shape > MIN_SHAPE, shape, MIN_SHAPE), MAX_SHAPE)  # a comparison with NaN is false
     base = shape + 1.0
     e = jax.lax.rsqrt(base)
     z = jnp.maximum(z, _GAMMA_LOWEST * (base * e))
@@ -249,6 +249,6 @@ def gamma(tape: Tape, shape: Float[Array, ...]) -> Float[Array, ...]:
     Every shape takes the exact boost gamma(a) = gamma(a + 1) * U^(1/a), so only shapes above one need a quantile:
     Wilson and Hilferty's cube of a normal, a (1 + z e/3 - e^2/9)^3 with e = 1/sqrt(a), and a correction, polynomials in
     z times e^3 and e^4, fitted to the exact quantile over shapes from 1.1 up. Kolmogorov distance to the exact
-    distribution: 3e-4. Shapes below 1e-3 (and NaN) count as 1e-3.
+    distribution: 3e-4. Shapes below 1e-3 and NaN count as 1e-3, shapes above 1e9 as 1e9.
     """
     return _elementwise(_gamma, jnp.float32, tape.normal(shape.shape), tape.uniform(shape.shape), shape)
