@@ -96,7 +96,7 @@ class _Grid:
 def _gamma_quantiles(shape: float, probabilities: np.ndarray) -> np.ndarray:
     """Exact log quantiles: the density of y = log x, exp(a y - e^y) / Gamma(a), integrated by trapezoids in float64."""
     upper = math.log(shape + 12 * math.sqrt(shape) + 40)
-    lower = max(-30 / shape - 5, math.log(shape) - 40 / math.sqrt(shape) - 0.5) if shape < 40 else math.log(shape) - 1.5
+    lower = -30 / shape - 5 if shape < 2 else math.log(shape) - 15 / math.sqrt(shape)
     y = np.linspace(lower, upper, 400_001)
     density = np.exp(shape * y - np.exp(y) - math.lgamma(shape))
     cdf = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2) * (y[1] - y[0])])
