@@ -33,6 +33,19 @@ def test_steps_of_sft():
     assert schedule.sft_steps(10, 8, 1) == 1
 
 
+def test_a_curriculum_goes_through_its_parts_in_order():
+    """Each step stays inside one part, parts follow each other, all parts are used, resumption changes nothing."""
+    for steps, stages, count in ((10, 3, 100), (7, 2, 33), (2, 3, 30), (5, 1, 8)):
+        windows = [schedule.curriculum(s, steps, stages, count) for s in range(steps)]
+        assert windows == sorted(windows)
+        assert windows[0][0] == 0 and windows[0][2] == 0
+        if steps >= stages:
+            assert [w for i, w in enumerate(windows) if i == 0 or w != windows[i - 1]][-1][1] == count
+            assert len({w[0] for w in windows}) == stages
+        for step, (low, high, first) in enumerate(windows):
+            assert low < high and first <= step
+
+
 def test_collection_seeds_differ_by_purpose_and_step():
     seeds = {schedule.collection_seed(0, purpose, step) for purpose in ("grpo", "validation") for step in range(50)}
     assert len(seeds) == 100

@@ -40,6 +40,9 @@ class DataConfig:
     train: int = 4472
     validation: int = 528
     test: int = 235
+    # Difficulties ("easy" | "paper" | "hard") of equal parts of the training split, which GRPO goes through in this
+    # order; empty: one part of `simulator.difficulty`, which the other splits and the teacher have in any case.
+    curriculum: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,19 @@ def _refuse(condition: bool, message: str) -> None:
 def _combinations(c: RunConfig) -> None:
     _refuse(c.simulator.days % 2 == 1, f"`simulator.days` is {c.simulator.days}: use an even number")
     _refuse(
+        len(c.simulator.onset) != 3,
+        f"`simulator.onset` is {shown(list(c.simulator.onset))}: give three weights, of immediate, delayed and ramp",
+    )
+    for name in c.data.curriculum:
+        allowed = CHOICES["simulator.difficulty"]
+        _refuse(name not in allowed, f"`data.curriculum` has `{shown(name)}`: choose from {', '.join(allowed)}")
+    stages = max(len(c.data.curriculum), 1)
+    _refuse(
+        stages > 1 and c.grpo.prompts > c.data.train // stages,
+        f"`grpo.prompts` ({c.grpo.prompts}) exceeds a stage of `data.curriculum` ({c.data.train} episodes in {stages} "
+        "stages): lower it or raise `data.train`",
+    )
+    _refuse(
         min(c.simulator.onset) < 0 or max(c.simulator.onset) <= 0 or max(c.simulator.onset) > 1e6,
         f"`simulator.onset` is {shown(list(c.simulator.onset))}: three weights between 0 and 1e6, not all 0",
     )

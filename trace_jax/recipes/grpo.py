@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trace_jax.config import ConfigError, GRPOConfig
+from trace_jax.config import ConfigError, GRPOConfig, RunConfig
 from trace_jax.learner import metrics as learner_metrics
 from trace_jax.learner import packing
 from trace_jax.learner.checkpoint import restore_state, save_state
@@ -57,9 +57,7 @@ def train(work: Workspace) -> dict[str, float | None]:
     with work.progress.bar(STAGE, config.steps, start) as bar:
         for step in range(start, config.steps):
             work.engine.set_params(state.params, step)
-            prompts = schedule.grpo_prompts(
-                work.config.seed, step, config.prompts, len(environment), no_signal, config.no_signal_share
-            )
+            prompts = _prompts(work.config, step, len(environment), no_signal)
             try:
                 # A terminal's Ctrl-C also reaches the tool's worker processes and may spoil what is being collected:
                 # it is dropped, the parameters are saved, and a resumed run collects it again.
@@ -82,6 +80,16 @@ def train(work: Workspace) -> dict[str, float | None]:
                 save(step + 1)
             interrupt.check()
     return last
+
+
+def _prompts(config: RunConfig, step: int, count: int, no_signal: Sequence[int]) -> list[int]:
+    """Episodes of the training split for a step; with a curriculum those of its stage only."""
+    stages = max(len(config.data.curriculum), 1)
+    low, high, first = schedule.curriculum(step, config.grpo.steps, stages, count)
+    quiet = [i - low for i in no_signal if low <= i < high]
+    grpo = config.grpo
+    chosen = schedule.grpo_prompts(config.seed, step - first, grpo.prompts, high - low, quiet, grpo.no_signal_share)
+    return [low + i for i in chosen]
 
 
 def _collect(

@@ -51,6 +51,17 @@ def grpo_prompts(
     return chosen + [no_signal[i] for i in more]
 
 
+def curriculum(step: int, steps: int, stages: int, count: int) -> tuple[int, int, int]:
+    """Where GRPO step `step` of `steps` finds its prompts when the split consists of `stages` equal parts that get harder.
+
+    Returns:
+        first and past-the-last episode of the part, and the first step that uses it.
+    """
+    stage = min(step * stages // max(steps, 1), stages - 1)
+    low, high = (count * i // stages for i in (stage, stage + 1))
+    return low, high, -(-stage * steps // stages)
+
+
 def collection_seed(seed: int, purpose: str, step: int) -> int:
     """Seed of the sampling keys of one collection."""
     return int(stream(seed, purpose, step).integers(2**31 - 1))

@@ -6,8 +6,9 @@ Grain (the unique key) of each visible table:
     segment_daily                           campaign_id, ds and the eight attributes
 
 so a join of `segment_daily` with a campaign-level table on (campaign_id, ds) repeats the campaign's row once a
-segment: aggregate before joining. `ds` is a DATE in the account's own calendar, never a timestamp. Conversions are
-counted on the day of the click and are final (no attribution lag).
+segment: aggregate before joining. `ds` is a DATE in the account's own calendar, never a timestamp. Orders are
+counted on the day of the click. With late conversions (`SimulatorParams.late_conversions_probability`, off by default)
+the last days' orders are still incomplete, for all campaigns alike; with missing days some dates have no rows anywhere.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 import trace_jax.simulator
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.simulator.accepted import accepted_episodes
+from trace_jax.simulator.accepted import accepted_episodes, concatenate
 from trace_jax.simulator.causes import CAUSE_NAMES, episode_type
 from trace_jax.simulator.episode import EpisodeBatch, Verdict
 from trace_jax.simulator.stream import composition_for
@@ -138,20 +138,38 @@ def load_split(
         cached = _load_arrays(path, name) if path.exists() else None
         if cached is not None:
             return cached
-    batch, verdict = accepted_episodes(
-        config.simulator, config.data.seed, name, composition_for(config.simulator, size), on_progress=on_progress
-    )
-    episodes = EpisodeSet(batch, verdict, name)
+    episodes = EpisodeSet(*_simulated(config, name, size, on_progress), name)
     if path is not None:
         _save_arrays(path, episodes)
     return episodes
+
+
+def _simulated(
+    config: RunConfig, name: str, size: int, on_progress: Callable[[int, int], None] | None
+) -> tuple[EpisodeBatch, Verdict]:
+    """The episodes of a split; the training split of a curriculum is made of its stages, one after the other."""
+    stages = config.data.curriculum if name == "train" else ()
+    parts = []
+    for i, difficulty in enumerate(stages or (config.simulator.difficulty,)):
+        start, stop = (size * k // max(len(stages), 1) for k in (i, i + 1))
+        simulator = dataclasses.replace(config.simulator, difficulty=difficulty)
+        stream = f"{name}-{i}-{difficulty}" if stages else name
+        report = on_progress and (lambda done, _, start=start: on_progress(start + done, size))
+        composition = composition_for(simulator, stop - start)
+        parts.append(accepted_episodes(simulator, config.data.seed, stream, composition, on_progress=report))
+    return concatenate(parts)
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
     """What determines the splits of a run: `simulator.batch` and the devices do not."""
     simulator = dataclasses.asdict(config.simulator)
     del simulator["batch"]
-    return {"seed": config.data.seed, "simulator": simulator, "code": code_hash()}
+    return {
+        "seed": config.data.seed,
+        "curriculum": list(config.data.curriculum),
+        "simulator": simulator,
+        "code": code_hash(),
+    }
 
 
 def check_disjoint(sets: Mapping[str, EpisodeSet]) -> None:

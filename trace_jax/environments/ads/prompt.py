@@ -47,7 +47,7 @@ def user_prompt(record: EpisodeRecord, style: str) -> str:
         change[metric] = _percent(series[:half].sum(), series[half:].sum())
     if check_style(style) == "compact":
         described = ", ".join(f"{metric} {text}" for metric, text in change.items())
-        # No ids or dates: segment_daily holds this campaign only and its median date splits the halves.
+        # No ids or dates: segment_daily holds this campaign only, and the middle of its dates splits the halves.
         return f"{described}. Why?"
     described = "; ".join(f"{metric} {text}" for metric, text in change.items())
     end = day(batch, i, days - 1)
