@@ -61,9 +61,18 @@ def _simulate(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
 
 def _inspect(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import dataset
+    from trace_jax.recipes import inspect
 
-    return dataset.inspect(config, args.split, args.index)
+    return inspect.inspect(
+        config,
+        args.split,
+        args.index,
+        cause=args.cause,
+        dimensions=args.dimensions,
+        proposal=args.proposal,
+        out=args.out,
+        tables=args.tables,
+    )
 
 
 def _train(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def _report(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 SPLITS = ("train", "validation", "test")
 COMMANDS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
     "simulate": ("make verified episodes: Parquet data sets and a manifest", _simulate),
-    "inspect": ("show one episode: its tables, the hidden cause, what the oracle saw", _inspect),
+    "inspect": ("show one episode or proposal: curves, the hidden cause, the oracle's margins", _inspect),
     "train": ("the whole recipe: tokenizer, teacher, SFT, GRPO, held-out evaluation, export, report", _train),
     "sft": ("the recipe up to the end of supervised fine-tuning", _train),
     "grpo": ("GRPO, in a run whose SFT is done or in a new one from its policy (--init)", _train),
@@ -153,7 +162,12 @@ def _parser() -> argparse.ArgumentParser:
             p.add_argument("--resume", action="store_true", help="continue the data set in --out where it stopped")
         if name == "inspect":
             p.add_argument("--split", default="test", choices=SPLITS)
-            p.add_argument("--index", type=int, default=0, help="position in the split, from 0")
+            p.add_argument("--index", type=int, metavar="I", help="position in the split, from 0 (default: 0)")
+            p.add_argument("--cause", metavar="NAME", help="a proposal of this cause instead, accepted or not")
+            p.add_argument("--dimensions", type=int, metavar="D", help="attributes in the proposal's slice: 0, 1 or 2")
+            p.add_argument("--proposal", type=int, metavar="I", help="number of the proposal, from 0 (default: 0)")
+            p.add_argument("--out", type=Path, metavar="FILE", help="also write one self-contained HTML page")
+            p.add_argument("--tables", action="store_true", help="also print the first rows of every table")
         if name == "eval":
             p.add_argument("--split", default="test", choices=SPLITS)
             p.add_argument("--agent", default="latest", choices=("latest", "grpo", "sft", "untrained", "analyst"))
