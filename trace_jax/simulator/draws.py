@@ -55,7 +55,7 @@ def _by_halves(function: Callable[..., Array], size: int, dtype: jnp.dtype) -> A
 
     The loop is there for its border. XLA fuses whatever it can on CPUs, and a sampler that ends up inside its consumers
     is computed once for each of them, or, where a concatenation or two slices meet, one element at a time: simulating
-    an episode took 2.5 x as long without. Halves of an odd size overlap by one value, computed twice alike.
+    an episode took more than twice as long without. Halves of an odd size overlap by one value, computed twice alike.
     """
     if size < _SMALLEST_LOOP:
         return function(0, size)
@@ -117,7 +117,7 @@ def _log2(x: Float[Array, ...]) -> Float[Array, ...]:
 
 
 def normal_quantile(u: Float[Array, ...]) -> Float[Array, ...]:
-    """Standard normal quantile; absolute error below 3e-5 for u in [2^-24, 1 - 2^-24] (below 1e-5 inside +-4).
+    """Standard normal quantile; absolute error below 2e-5 for u in [2^-24, 1 - 2^-24].
 
     Odd in u - 1/2, so z = (u - 1/2) H(t) with t = -log(4 u (1 - u)); H is smooth on all of t in [0, 15.3] and a
     polynomial of degree 10 there. One logarithm, no branch between centre and tails.
