@@ -19,6 +19,9 @@ _DRIVER_SIZES = tuple(len(ATTRIBUTES[a]) for a in DRIVER_ATTRIBUTES)
 _COMBINATIONS = np.stack(np.meshgrid(*[np.arange(n) for n in _DRIVER_SIZES], indexing="ij"), -1).reshape(
     -1, len(_DRIVER_SIZES)
 )
+_FREE_CODES = np.array([i for i in range(_A) if i not in _DRIVER_CODES])
+_FREE_WIDTH = max(len(ATTRIBUTES[ATTRIBUTE_NAMES[i]]) for i in _FREE_CODES)
+_ORDER = np.argsort(np.concatenate([_FREE_CODES, _DRIVER_CODES]))
 COMBINATIONS = len(_COMBINATIONS)  # no campaign has more segments than this
 _HIGHEST_RATES = np.array([0.5, 0.9, 1e3], np.float32)
 
@@ -52,8 +55,9 @@ def draw_campaign(tape: draws.Tape, segments: int, params: SimulatorParams) -> C
     _, chosen = jax.lax.top_k(0.7 * score + tape.gumbel(score.shape), segments)
     drivers = combinations[chosen]
 
-    others = jnp.argmax(popularity + tape.gumbel((segments, *popularity.shape)), axis=-1)
-    values = others.at[:, _DRIVER_CODES].set(drivers).astype(jnp.int32)
+    free = popularity[_FREE_CODES, :_FREE_WIDTH]  # the attributes in which nothing is ever localised
+    others = jnp.argmax(free + tape.gumbel((segments, *free.shape)), axis=-1)
+    values = jnp.concatenate([others, drivers], axis=-1)[:, _ORDER].astype(jnp.int32)
     mask = jnp.arange(segments) < tape.integer(*params.segments_active)
 
     log_weight = popularity[_DRIVER_CODES[None, :], drivers].sum(-1)

@@ -97,15 +97,19 @@ def statistics(episode: EpisodeBatch, min_events: float) -> Statistics:
     weight = inside.astype(jnp.float32)
     ti, tc, to, ts = (x.sum(-1) for x in cells)
     half = ti.shape[0] // 2
+    expected = [_expected(cells[n], cells[d]) for n, d in ((1, 0), (2, 1), (3, 1))]
+    # One product for everything that is summed over the segments of a slice.
+    everything = jnp.stack([*cells, *expected])
+    i, *inside_num, xc, xo, xs = everything @ weight
     z, change = [], []
-    for num, den in ((cells[1], cells[0]), (cells[2], cells[1]), (cells[3], cells[1])):
-        expected = _expected(num, den)
-        inside_num, inside_den = num @ weight, expected @ weight
-        within = _change(inside_num, inside_den)
-        outside = _change(num.sum(-1)[:, None] - inside_num, expected.sum(-1)[:, None] - inside_den)
+    for num, total, den, total_den in zip(
+        inside_num, everything[1:4].sum(-1), (xc, xo, xs), everything[4:].sum(-1), strict=True
+    ):
+        within = _change(num, den)
+        outside = _change(total[:, None] - num, total_den[:, None] - den)
         z.append(_against(within, outside))
         change.append(within[0])
-    i, c = cells[0] @ weight, cells[1] @ weight
+    c = inside_num[0]
     share, variance = _change(i, jnp.broadcast_to(ti[:, None], i.shape))
     z.append(share / jnp.sqrt(variance))
     change.append(share)
