@@ -1,0 +1,211 @@
+"""The likelihood ceiling: a diagnostician that knows the simulator but not the label.
+
+It weighs every hypothesis (cause, slice, onset, strength) by the probability of the visible tables under it
+(`evaluation.likelihood`), averages over onset and strength with the simulator's own priors, and answers with the most
+likely cause and slice. Being close to the best that anyone could do, its FullAttr@1 (arXiv 2609.10315, metrics) says what
+is attainable on a set of episodes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from trace_jax.evaluation.likelihood import Evidence, budget_gain, evidence
+from trace_jax.simulator import slices
+from trace_jax.simulator.causes import CAUSES, CHANNELS, Cause
+from trace_jax.simulator.episode import EpisodeBatch
+from trace_jax.simulator.interventions import MAX_OVERLAP, MAX_SHARE, MIN_SHARE
+from trace_jax.simulator.params import SimulatorParams
+from trace_jax.simulator.vocabulary import PROFILES
+
+NONE = -1  # slice of an answer that names none
+_DELAYS, _RAMPS, _STRENGTHS = 5, 5, 7  # grid points of the priors
+_UNFINDABLE = -8.0  # log prior of a slice that the simulator only uses when it has no other
+_TWO_ATTRIBUTES = 0.2988  # prior share of two-attribute slices, that of the paper's test set
+_BLOCK = 8  # episodes evaluated together
+_MIN_HEADROOM = 1.2  # of a budget, in the prior of what a cap may do
+
+
+@chex.dataclass(frozen=True)
+class Diagnosis:
+    """Answers and what they rest on. E episodes, K candidate slices of `simulator.slices`."""
+
+    cause: Int[Array, " E"]  # code into CAUSES
+    slice: Int[Array, " E"]  # candidate slice, NONE for causes without one
+    probability: Float[Array, " E"]  # of the answer
+    causes: Float[Array, "E causes"]  # posterior probability
+    slices: Float[Array, "E K"]  # log posterior of every slice under the answered cause, NONE's is not in it
+
+
+def _onsets(days: int, params: SimulatorParams) -> tuple[Float[Array, "P T"], Float[Array, "2 P"]]:
+    """Onset shapes and their log prior for causes that may start at once (0) and for gradual ones (1)."""
+    half = days // 2
+    day, window = jnp.arange(days), days - half
+    middle = lambda limits, n: limits[0] + (limits[1] - limits[0]) * (jnp.arange(n) + 0.5) / n  # noqa: E731
+    onset = jnp.concatenate([jnp.zeros(1), jnp.round(middle(params.delay, _DELAYS) * window), jnp.zeros(_RAMPS)])
+    length = jnp.concatenate([jnp.ones(1 + _DELAYS), middle(params.ramp, _RAMPS) * window])
+    shapes = jnp.clip((day - half - onset[:, None] + 1) / length[:, None], 0.0, 1.0)
+    weights = jnp.stack(params.onset)
+    share = dict(zip(PROFILES, weights / weights.sum(), strict=True))
+
+    def prior(immediate, ramp):
+        parts = [immediate[None], *([share["delayed"][None] / _DELAYS] * _DELAYS), *([ramp[None] / _RAMPS] * _RAMPS)]
+        return jnp.log(jnp.maximum(jnp.concatenate(parts), 1e-9))
+
+    at_once = prior(share["immediate"], share["ramp"])
+    gradual = prior(jnp.zeros(()), share["ramp"] + share["immediate"])
+    return shapes, jnp.stack([at_once, gradual])
+
+
+def _slice_prior(episode: EpisodeBatch, member: Float[Array, "G K"]) -> Float[Array, " K"]:
+    """Log weight of each slice in the simulator's draw, from the baseline's clicks."""
+    half = episode.clicks.shape[0] // 2
+    clicks = episode.clicks[:half].sum(0).astype(jnp.float32)
+    clicks = clicks / jnp.maximum(clicks.sum(), 1.0)
+    share = clicks @ member
+    overlap = (member * clicks[:, None]).T @ member
+    jaccard = overlap / jnp.maximum(share[:, None] + share[None] - overlap, 1e-9)
+    nearest = jnp.where(jnp.eye(slices.SLICES, dtype=bool), 0.0, jaccard).max(-1)
+    findable = (share > MIN_SHARE) & (share < MAX_SHARE) & (nearest < MAX_OVERLAP)
+    weight = 0.7 * jnp.log(share + 1e-6) + jnp.where(findable, 0.0, _UNFINDABLE)
+    # Slices that no segment tells apart have the same evidence: the simpler one goes first.
+    return weight - 1e-3 * jnp.asarray(slices.DIMENSIONS)
+
+
+def _candidates(cause: Cause, code: int) -> np.ndarray:
+    """Slices in which a cause may sit; mix causes name one value of their attribute."""
+    allowed = slices.MAY_SIT[code] & ((slices.DIMENSIONS == 1) | (cause.level == "segment"))
+    return np.flatnonzero(allowed)
+
+
+def _within(weight: Float[Array, " N"], dimensions: np.ndarray) -> Float[Array, " N"]:
+    """Log prior of the candidates of one cause: a share for each number of attributes, by weight inside it."""
+    out = weight
+    for d in np.unique(dimensions):
+        of = dimensions == d
+        total = jax.scipy.special.logsumexp(jnp.where(of, weight, -jnp.inf))
+        share = 1.0 if (dimensions == d).all() else {1: 1.0 - _TWO_ATTRIBUTES, 2: _TWO_ATTRIBUTES}[int(d)]
+        out = jnp.where(of, weight - total + np.log(share), out)
+    return out
+
+
+def _gains(
+    seen: Evidence, cause: Cause, effect: dict[str, Float[Array, "P S W"]], rows: np.ndarray, episode: EpisodeBatch
+) -> Float[Array, "R P S"]:
+    """Log-likelihood gains of a cause at each of its slices (one row for causes without)."""
+    local = cause.level == "segment"
+    where = rows if local else np.full(1, slices.SLICES)
+    grid = next(iter(effect.values())).shape[:2]
+    gain = jnp.zeros((max(len(rows), 1), *grid))
+    for metric in ("ctr", "cvr"):
+        if metric in cause.effects:
+            gain += getattr(seen, metric).rows(where).gain(jnp.expm1(effect[metric]))
+    if "cpc" in cause.effects:
+        gain += seen.cpc.rows(where).gain(effect["cpc"])
+    if "in_stock" in cause.effects:  # CVR follows the stock, which is seen, so it is no evidence of its own
+        gain += seen.in_stock.gain(jnp.expm1(effect["in_stock"]))
+    if "mix" in cause.effects:
+        gain += seen.mix.rows(rows).gain(effect["mix"])
+    if cause.compensated:
+        lost = jnp.log1p(seen.share[rows][:, None, None, None] * jnp.expm1(effect["mix"])[None])
+        path = effect.get("volume", 0.0) + lost
+        flat = path.reshape(1, -1, path.shape[-1])
+        gain += seen.volume.gain_by_row(flat).reshape(gain.shape)
+    elif "volume" in cause.effects:
+        gain += seen.volume.gain(effect["volume"])
+    return gain
+
+
+def _diagnose_one(episode: EpisodeBatch, params: SimulatorParams) -> Diagnosis:
+    days = episode.impressions.shape[0]
+    half, count = days // 2, len(CAUSES)
+    member = slices.members(episode.segment_values, episode.segment_mask).astype(jnp.float32)
+    seen = evidence(episode, member, params)
+    weight = _slice_prior(episode, member)
+    shapes, priors = _onsets(days, params)
+    low, high = params.strength
+    strengths = low + (high - low) * (jnp.arange(_STRENGTHS) + 0.5) / _STRENGTHS
+    post = jnp.full((count, slices.SLICES + 1), -jnp.inf)
+    for c, cause in enumerate(CAUSES):
+        if cause.level == "none":
+            post = post.at[c, -1].set(0.0)
+            continue
+        rows = _candidates(cause, c)
+        limits = params.effects[c]
+        by_strength = limits[:, 0] + strengths[:, None] * (limits[:, 1] - limits[:, 0])
+        effect = {
+            h: by_strength[None, :, CHANNELS.index(h), None] * shapes[:, None, half:] for h in cause.effects
+        }
+        gain = _gains(seen, cause, effect, rows, episode)
+        if "budget" in cause.effects:
+            most = limits[CHANNELS.index("budget"), 0] - jnp.log(_MIN_HEADROOM)
+            gain += budget_gain(episode, shapes, most, params)[None, :, None]
+        gain += priors[int(cause.gradual)][None, :, None] - np.log(_STRENGTHS)
+        total = jax.scipy.special.logsumexp(gain, axis=(1, 2))
+        if len(rows):
+            post = post.at[c, rows].set(total + _within(weight[rows], slices.DIMENSIONS[rows]))
+        else:
+            post = post.at[c, -1].set(total[0])
+    post = post - jax.scipy.special.logsumexp(post)
+    causes = jax.scipy.special.logsumexp(post, axis=1)
+    # Only segment causes are asked for their slice; the others are right by name alone.
+    segment = jnp.asarray(np.array([cause.level == "segment" for cause in CAUSES]))
+    best = jnp.where(segment, post[:, :-1].max(1), causes)
+    answer = jnp.argmax(best)
+    named = jnp.asarray(np.array([bool(cause.drivers) for cause in CAUSES]))[answer]
+    return Diagnosis(
+        cause=answer.astype(jnp.int32),
+        slice=jnp.where(named, jnp.argmax(post[answer, :-1]), NONE).astype(jnp.int32),
+        probability=jnp.exp(best[answer]),
+        causes=jnp.exp(causes),
+        slices=post[answer, :-1],
+    )
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _blocks(batch: EpisodeBatch, params: SimulatorParams, width: int) -> Diagnosis:
+    blocks = jax.tree.map(lambda x: x.reshape(-1, width, *x.shape[1:]), batch)
+    out = jax.lax.map(lambda b: jax.vmap(_diagnose_one, in_axes=(0, None))(b, params), blocks)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+
+
+def diagnose(batch: EpisodeBatch, params: SimulatorParams, *, width: int = _BLOCK, call: int = 512) -> Diagnosis:
+    """The most likely (cause, slice) of every episode, from agent-visible fields; a pure function of those.
+
+    Args:
+        batch: E episodes, any number; evaluated `width` at a time, so that memory does not grow with E.
+        params: of the simulator that made them.
+        call: episodes in one compiled call (rounded to blocks; small sets are padded to one block).
+    """
+    params = jax.tree.map(jnp.float32, params)
+    size, parts = len(batch.cause), []
+    call = min(-(-call // width), -(-size // width)) * width
+    for start in range(0, size, call):
+        part = jax.tree.map(lambda x, s=start: np.asarray(x)[s : s + call], batch)
+        count = len(part.cause)
+        part = jax.tree.map(lambda x, n=count: np.resize(x, (call, *x.shape[1:])) if n < call else x, part)
+        parts.append(jax.tree.map(lambda x, n=count: np.asarray(x)[:n], _blocks(part, params, width)))
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def label_slices(batch: EpisodeBatch) -> np.ndarray:
+    """Candidate number of every episode's hidden slice, NONE without [E]."""
+    label = np.stack([np.asarray(batch.slice_attributes), np.asarray(batch.slice_values)], -1)
+    have = np.stack([slices.SLICE_ATTRIBUTES, slices.SLICE_VALUES], -1)
+    straight = (have[None] == label[:, None]).all((-1, -2))
+    swapped = (have[None] == label[:, None, ::-1]).all((-1, -2))
+    hit = straight | (swapped & (label[:, None, :, 0] >= 0).all(-1))
+    return np.where(hit.any(1), hit.argmax(1), NONE)
+
+
+def correct(diagnosis: Diagnosis, batch: EpisodeBatch) -> np.ndarray:
+    """FullAttr of each answer: the cause and, for segment causes, the exact slice [E]."""
+    local = np.array([cause.level == "segment" for cause in CAUSES])[np.asarray(batch.cause)]
+    same = np.asarray(diagnosis.slice) == label_slices(batch)
+    return (np.asarray(diagnosis.cause) == np.asarray(batch.cause)) & (same | ~local)
