@@ -228,7 +228,8 @@ def poisson(u: Float[Array, ...], mean: Float[Array, ...]) -> Int[Array, ...]:
     """Poisson counts (int32) from uniforms in (0, 1); non-decreasing in u.
 
     Kolmogorov distance to the exact distribution: 1e-6 below `SMALL_MEAN` (an inverse CDF in float32), 8e-5 from there
-    on, 5e-5 above mean 20, 3e-6 above 1e4. Means that are NaN or negative count as 0, means above 1e9 as 1e9.
+    on, 5e-5 above mean 20, 3e-6 above 1e4. Means that are NaN or negative count as 0, means above 1e9 as 1e9. Several
+    calls are cheaper than one with stacked means (docs/notes/sampling.md).
     """
     return _elementwise(_poisson, jnp.int32, u, mean)
 
