@@ -228,7 +228,9 @@ def test_onsets_have_their_shape(onsets, profile):
         slope = first @ day / (day @ day)
         noise = gap[:, -LAST:].std()
         assert np.sqrt(((first - slope[:, None] * day) ** 2).mean()) < 1.2 * noise
-        assert (1 / slope > 0.28 * HALF).all() and (1 / slope < 0.95 * HALF).all()
+        steepness = 1 / (np.linspace(0.35, 0.75, 2001) * HALF)
+        assert z_of_mean(slope, steepness.mean()) < 5
+        assert z_of_mean((slope - slope.mean()) ** 2, steepness.var() + noise**2 / (day @ day)) < 5
 
 
 @pytest.mark.parametrize("source", SOURCES)
