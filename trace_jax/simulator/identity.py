@@ -21,7 +21,7 @@ def _mix(x: UInt32[Array, ""], salt: UInt32[Array, ""]) -> UInt32[Array, ""]:
 def unique_id(
     key_data: UInt32[Array, " 2"], stratum: Int[Array, ""], index: Int[Array, ""], kind: int
 ) -> Int[Array, ""]:
-    """Positive 30-bit id, a permutation (Feistel network keyed by `key_data` and `kind`) of (index, stratum).
+    """Id from 1 to 2^30, a permutation (Feistel network keyed by `key_data` and `kind`) of (index, stratum).
 
     Two proposals of one stream never share an id as long as `index` < INDEX_LIMIT.
     """
@@ -32,3 +32,11 @@ def unique_id(
         salt = key_data[i % 2] + jnp.uint32((constant + kind * 0x632BE5AB) % 2**32)
         left, right = right, left ^ (_mix(right, salt) & mask)
     return ((left << _HALF) | right).astype(jnp.int32) + 1
+
+
+def sibling_ids(
+    key_data: UInt32[Array, " 2"], stratum: Int[Array, ""], index: Int[Array, ""], count: int
+) -> Int[Array, " S"]:
+    """Ids of the siblings of a proposal, unique in the stream as long as `index` < INDEX_LIMIT / `count`; all from 2^30
+    on, where no campaign in question has its id."""
+    return jnp.stack([unique_id(key_data, stratum, index * count + s, kind=2) + (2**30 - 1) for s in range(count)])

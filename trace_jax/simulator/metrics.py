@@ -43,8 +43,10 @@ def _thin(
     """Impressions, clicks and orders with Poisson impressions of the given mean; orders <= clicks <= impressions."""
     ctr, cvr = jnp.clip(ctr, 0.0, 1.0), jnp.clip(cvr, 0.0, 1.0)
     clicks = mean * ctr
-    means = jnp.stack([mean - clicks, clicks * (1.0 - cvr), clicks * cvr])
-    unclicked, unordered, orders = draws.poisson(tape.uniform(means.shape), means)
+    # Three calls: on CPUs a stacked one would be evaluated element by element, with everything that leads to it.
+    unclicked, unordered, orders = (
+        draws.poisson(tape.uniform(mean.shape), m) for m in (mean - clicks, clicks * (1.0 - cvr), clicks * cvr)
+    )
     clicks = unordered + orders
     return unclicked + clicks, clicks, orders
 
@@ -119,9 +121,8 @@ def _render_segments(
 
 def _side_counts(tape: draws.Tape, clicks: Array, impressions: Array) -> tuple[Array, Array]:
     """Page views (with organic visits) and brand searches, both counts a day."""
-    means = jnp.stack([1.3 * clicks.astype(jnp.float32), 0.004 * impressions.astype(jnp.float32)])
-    views, searches = draws.poisson(tape.uniform(means.shape), means)
-    return views, searches
+    views = draws.poisson(tape.uniform(clicks.shape), 1.3 * clicks.astype(jnp.float32))
+    return views, draws.poisson(tape.uniform(clicks.shape), 0.004 * impressions.astype(jnp.float32))
 
 
 def _render_siblings(
@@ -147,7 +148,6 @@ def _render_siblings(
     impressions, clicks, orders = _thin(tape, jnp.where(present, mean, 0.0), ctr, cvr * benign.completeness[None])
     views, searches = _side_counts(tape, clicks, impressions)
     return {
-        "sibling_id": tape.integer(2**30 + 1, 2**31 - 128, (count,)),  # never the id of a campaign in question
         "sibling_impressions": impressions,
         "sibling_clicks": clicks,
         "sibling_orders": orders,
@@ -162,13 +162,12 @@ def _render_siblings(
 
 def _episode(
     tape: draws.Tape,
-    ids: tuple[Array, Array],
+    ids: tuple[Array, Array, Int[Array, " S"]],
     index: Int[Array, ""],
     cause: Int[Array, ""],
     dimensions: Int[Array, ""],
     days: int,
     segments: int,
-    siblings: int,
     params: SimulatorParams,
 ) -> EpisodeBatch:
     start_day = tape.integer(0, 999)
@@ -192,6 +191,7 @@ def _episode(
         index=index.astype(jnp.int32),
         campaign_id=ids[0],
         advertiser_id=ids[1],
+        sibling_id=ids[2],
         start_day=start_day,
         vertical=campaign.vertical,
         strategy=campaign.strategy,
@@ -211,7 +211,7 @@ def _episode(
         effects=change.effects,
         confounders=benign.sizes,
         **tables,
-        **_render_siblings(tape, siblings, campaign, benign, params),
+        **_render_siblings(tape, len(ids[2]), campaign, benign, params),
     )
 
 
@@ -235,7 +235,8 @@ def tape_size(days: int, segments: int, siblings: int) -> tuple[int, int]:
     """Uniform and normal numbers that one episode uses."""
     counter, zero = _Counter(), jnp.int32(0)
     params = jax.tree.map(jnp.float32, SimulatorParams())
-    jax.eval_shape(lambda: _episode(counter, (zero, zero), zero, zero, zero, days, segments, siblings, params))
+    ids = (zero, zero, jnp.zeros(siblings, jnp.int32))
+    jax.eval_shape(lambda: _episode(counter, ids, zero, zero, zero, days, segments, params))
     return counter.used["uniform"], counter.used["normal"]
 
 
@@ -262,7 +263,9 @@ def simulate_one(
     """
     params = jax.tree.map(jnp.float32, params)
     stratum = cause * 4 + dimensions
-    ids = tuple(identity.unique_id(jax.random.key_data(key), stratum, index, kind) for kind in (0, 1))
+    data = jax.random.key_data(key)
+    own_ids = (identity.unique_id(data, stratum, index, kind) for kind in (0, 1))
+    theirs = identity.sibling_ids(data, stratum, index, siblings) if siblings else jnp.zeros(0, jnp.int32)
     own = jax.random.fold_in(jax.random.fold_in(key, stratum), index)
     tape = draws.Tape(own, *tape_size(days, segments, siblings), rng)
-    return _episode(tape, ids, index, cause, dimensions, days, segments, siblings, params)
+    return _episode(tape, (*own_ids, theirs), index, cause, dimensions, days, segments, params)

@@ -106,7 +106,7 @@ def _program(devices: tuple[jax.Device, ...], days: int, segments: int, siblings
         if count == width:  # a loop of one turn would be unrolled into another program with other rounding
             blocks = jax.tree.map(lambda x: jnp.concatenate([x, x]), blocks)
         out = jax.lax.map(lambda b: jax.vmap(functools.partial(one, key, params, oracle))(*b), blocks)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
+        return jax.tree.map(lambda x: x.reshape(x.shape[0] * width, *x.shape[2:])[:count], out)
 
     if len(devices) > 1:
         mesh = Mesh(np.array(devices), ("episodes",))
@@ -164,8 +164,9 @@ def simulate_rows(
     Raises:
         ConfigError: an index beyond those that have an id of their own.
     """
-    if len(indices) and int(np.max(indices)) >= INDEX_LIMIT:
-        raise ConfigError(f"simulator: more than {INDEX_LIMIT} proposals of one cause; use several seeds")
+    limit = INDEX_LIMIT // max(config.siblings, 1)
+    if len(indices) and int(np.max(indices)) >= limit:
+        raise ConfigError(f"simulator: more than {limit} proposals of one cause; use several values of data.seed")
     multiple = rows_multiple()
     parts, size = [], -(-config.batch // multiple) * multiple
     params = difficulty.params_of(config) if params is None else params
