@@ -19,7 +19,8 @@ def run(kind: str, config: RunConfig, *, repeats: int = 5) -> dict[str, Any]:
 
     Returns:
         JSON-able: `kind`, `repeats`, `machine`, `sizes` (what was run), `floor` (measured limits of the machine),
-        `measured` (rates), `share` (measured over floor, between 0 and about 1).
+        `measured` (rates), `share` (measured over floor, between 0 and about 1). "sim" adds its headline figures at the
+        top level and a `table` by batch.
 
     Raises:
         ConfigError: unknown kind or no repetition.
@@ -47,8 +48,14 @@ def text(result: dict[str, Any]) -> str:
                 phases = value if isinstance(next(iter(value.values())), dict) else {"": value}
                 lines += [f"  {f'{name} {p}'.strip():32s} {t['median']:.4g} (median)" for p, t in phases.items()]
             else:
-                lines.append(f"  {name:32s} {value:,.4g}" if isinstance(value, float) else f"  {name:32s} {value}")
+                lines.append(f"  {name:32s} {_figure(value)}")
     lines += [
         f"  {f'share {name}'.replace('_', ' '):32s} {100 * value:.1f} %" for name, value in result["share"].items()
     ]
+    for row in result.get("table", ()):
+        lines.append("  " + ", ".join(f"{k} {_figure(v)}" for k, v in row.items() if not isinstance(v, dict)))
     return "\n".join(lines)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
