@@ -3,6 +3,8 @@
 import json
 import math
 import re
+from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -194,6 +196,26 @@ def test_only_chunks_up_to_the_episode_are_simulated(monkeypatch):
     expected = fake_set(CHUNK, days=4, segments=2, siblings=0, seed=1)
     assert made == [0, 1] and record.index == CHUNK + 5
     assert int(record.batch.campaign_id[record.position]) == int(expected.batch.campaign_id[5])
+
+
+def test_programs_are_kept_where_the_user_has_not_said_otherwise(monkeypatch, tmp_path):
+    told = []
+    for chosen, base in (("", tmp_path / "cache"), ("/elsewhere", tmp_path / "unused"), ("", tmp_path / "file" / "x")):
+        (tmp_path / "file").write_text("")
+        config = SimpleNamespace(jax_compilation_cache_dir=chosen, update=lambda *pair: told.append(pair))
+        monkeypatch.setattr(inspect, "jax", SimpleNamespace(config=config))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+        inspect._keep_programs()
+    ((name, folder),) = told
+    assert name == "jax_compilation_cache_dir" and Path(folder).is_dir()
+    assert Path(folder).is_relative_to(tmp_path / "cache") and not (tmp_path / "unused").exists()
+
+
+def test_views_without_siblings_and_of_an_odd_window():
+    for record in fake_set(5, days=9, siblings=0):
+        found = facts(record)
+        assert "siblings" not in found.groups and len(drawn(episode.build(found, "t", "q"))) >= 6
+        assert all(len(line) <= 80 for line in inspect_text.lines(found, "t", "q"))
 
 
 def run(capsys, *argv):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import platform
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pyarrow as pa
 from rich.console import Console
@@ -68,6 +72,7 @@ def inspect(
         raise ConfigError(f"--index {index}: {split} has episodes 0 to {size - 1}")
     if out is not None:
         page.check_target(out)
+    _keep_programs()
     record = episode_of(config, split, index) if wanted is None else proposal_of(config, split, wanted)
     found, question = facts(record), user_prompt(record, config.environment.prompt)
     title = (
@@ -89,6 +94,18 @@ def inspect(
     if written is not None:
         console.print(Text(f"page        {written}"), soft_wrap=True)
     return _summary(found, split, index if wanted is None else wanted.index, question, written)
+
+
+def _keep_programs() -> None:
+    """Nearly all the time of a look at one episode goes into compiling the simulator: keep the program for the next
+    look, unless the user settled that with JAX_COMPILATION_CACHE_DIR. Without a home to write to, it is not kept."""
+    if jax.config.jax_compilation_cache_dir:
+        return
+    with contextlib.suppress(OSError, RuntimeError):
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "trace-jax" / "programs" / platform.node()  # a program is of one machine, a home may not be
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _proposal(cause: str | None, dimensions: int | None, proposal: int | None, index: int | None) -> Proposal | None:

@@ -125,10 +125,9 @@ def _margins(facts: Facts) -> list[str]:
     found = []
     for n, m in enumerate(order[:SHOWN_MARGINS]):
         unit = "z" if m.unit == "z" else "ll"
-        name = m.name if m.kind == "check" else f"{m.kind} {m.name}"
-        text = f"{'' if n else 'margins':<{_LABEL}}{m.slack:+8.2f} {unit:<3}{'' if m.passed else 'FAILS '}{name}"
+        name = m.name if m.kind == "check" else f"rival {m.name}"
+        text = f"{'' if n else 'margins':<{_LABEL}}{m.slack:+7.2f} {unit:<2} {name}"
         found.append(text if len(text) <= WIDTH else text[: WIDTH - 1] + "…")
-    if len(order) > SHOWN_MARGINS:
-        rest = f"and {len(order) - SHOWN_MARGINS} larger ones (z: standard errors, ll: log-likelihood units)"
-        found.append(f"{'':<{_LABEL}}{rest}")
+    more = f"{len(order) - SHOWN_MARGINS} more; " if len(order) > SHOWN_MARGINS else ""
+    found.append(f"{'':<{_LABEL}}{more}negative fails; z: standard errors, ll: log-likelihood units")
     return found
