@@ -129,5 +129,5 @@ def _margins(facts: Facts) -> list[str]:
         text = f"{'' if n else 'margins':<{_LABEL}}{m.slack:+7.2f} {unit:<2} {name}"
         found.append(text if len(text) <= WIDTH else text[: WIDTH - 1] + "…")
     more = f"{len(order) - SHOWN_MARGINS} more; " if len(order) > SHOWN_MARGINS else ""
-    found.append(f"{'':<{_LABEL}}{more}negative fails; z: standard errors, ll: log-likelihood units")
+    found.append(f"{'':<{_LABEL}}{more}negative fails; z: standard errors, ll: log-likelihood")
     return found
