@@ -76,10 +76,62 @@ def _change(num: Float[Array, "T ..."], den: Float[Array, "T ..."]) -> tuple[Arr
     return change, residual / safe1**2 + residual / (safe1 * safe2) + 1e-8
 
 
-def _expected(num: Float[Array, "T G"], den: Float[Array, "T G"]) -> Float[Array, "T G"]:
-    """`num` if every segment kept its baseline rate num/den."""
+@chex.dataclass(frozen=True)
+class _Segments:
+    """Log change of one figure of every segment between the halves, and the precision (inverse variance) of each."""
+
+    change: Float[Array, " G"]
+    precision: Float[Array, " G"]
+
+
+def _rate(num: Float[Array, "T G"], den: Float[Array, "T G"], days: tuple[Array, Array], counts: bool) -> _Segments:
+    """Change of num/den by segment. Its variance is that of the counts (if `num` counts) plus what the baseline's daily
+    residuals show beyond them, pooled over all segments as one squared coefficient of variation."""
     half = num.shape[0] // 2
-    return den * (num[:half].sum(0) / jnp.maximum(den[:half].sum(0), 1e-9))[None]
+    n1, n2, d1, d2 = num[:half].sum(0), num[half:].sum(0), den[:half].sum(0), den[half:].sum(0)
+    expected = den[:half] * (n1 / jnp.maximum(d1, 1e-9))[None]
+    squares = (num[:half] - expected) ** 2 * (days[0] / jnp.maximum(days[0] - 1, 1.0))
+    beyond = jnp.maximum((squares - (expected if counts else 0.0)).sum(), 0.0)
+    variance = beyond / jnp.maximum((expected**2).sum(), 1e-9) * (1.0 / days[0] + 1.0 / days[1]) + 1e-8
+    prior = 0.5 if counts else 1e-9  # keeps the logarithm of an empty cell finite
+    change = jnp.log((n2 + prior) / jnp.maximum(d2, 1e-9)) - jnp.log((n1 + prior) / jnp.maximum(d1, 1e-9))
+    if counts:  # expected under no change, so that the weight of a segment does not depend on its change
+        pooled = (n1 + n2) / jnp.maximum(d1 + d2, 1e-9)
+        variance = variance + 1.0 / (pooled * d1 + prior) + 1.0 / (pooled * d2 + prior)
+    seen = (d1 > 0) & (d2 > 0) & ((n1 + n2 > 0) if counts else ((n1 > 0) & (n2 > 0)))
+    return _Segments(change=jnp.where(seen, change, 0.0), precision=jnp.where(seen, 1.0 / variance, 0.0))
+
+
+def _share(impressions: Float[Array, "T G"]) -> _Segments:
+    """Change of every segment's share of the impressions. The variance of a day's impressions is proportional to their
+    expectation (Poisson and Dirichlet-multinomial alike), by a factor from the baseline's residuals."""
+    half, total = impressions.shape[0] // 2, impressions.sum(-1)
+    n1, n2, t1, t2 = impressions[:half].sum(0), impressions[half:].sum(0), total[:half].sum(), total[half:].sum()
+    expected = total[:half, None] * (n1 / jnp.maximum(t1, 1.0))[None]
+    days = (total[:half] > 0).sum()
+    factor = ((impressions[:half] - expected) ** 2).sum() / jnp.maximum(expected.sum(), 1.0)
+    # Residuals of sums over days are weighted by size; per unit of expectation they are those of single days.
+    factor = jnp.maximum(factor * days / jnp.maximum(days - 1, 1), 1.0)
+    share = (n1 + n2) / jnp.maximum(t1 + t2, 1.0)
+    variance = factor * (1.0 / (share * t1 + 0.5) + 1.0 / (share * t2 + 0.5))
+    change = jnp.log((n2 + 0.5) / jnp.maximum(t2, 1.0)) - jnp.log((n1 + 0.5) / jnp.maximum(t1, 1.0))
+    seen = n1 + n2 > 0
+    return _Segments(change=jnp.where(seen, change, 0.0), precision=jnp.where(seen, 1.0 / variance, 0.0))
+
+
+def _contrast(segments: list[_Segments], weight: Float[Array, "G K"]) -> tuple[Float[Array, "M K"], Float[Array, "M K"]]:
+    """z of the change inside each slice against the rest of the campaign, and the change inside. Half the square of z is
+    the log-likelihood that a change confined to the slice gains over one that all segments share."""
+    precision = jnp.stack([s.precision for s in segments])
+    moved = jnp.stack([s.precision * s.change for s in segments])
+    sums = jnp.concatenate([precision, moved]) @ weight
+    inside, inside_moved = jnp.split(sums, 2)
+    outside, outside_moved = precision.sum(-1)[:, None] - inside, moved.sum(-1)[:, None] - inside_moved
+    mean = inside_moved / jnp.maximum(inside, 1e-9)
+    gap = mean - outside_moved / jnp.maximum(outside, 1e-9)
+    information = inside * outside / jnp.maximum(inside + outside, 1e-9)
+    known = (inside > 1e-6) & (outside > 1e-6)
+    return jnp.where(known, gap * jnp.sqrt(jnp.maximum(information, 0.0)), 0.0), mean
 
 
 def _against(inside: tuple[Array, Array], outside: tuple[Array, Array]) -> Array:
@@ -97,25 +149,18 @@ def statistics(episode: EpisodeBatch, min_events: float) -> Statistics:
     weight = inside.astype(jnp.float32)
     ti, tc, to, ts = (x.sum(-1) for x in cells)
     half = ti.shape[0] // 2
-    expected = [_expected(cells[n], cells[d]) for n, d in ((1, 0), (2, 1), (3, 1))]
-    # One product for everything that is summed over the segments of a slice.
-    everything = jnp.stack([*cells, *expected])
-    i, *inside_num, xc, xo, xs = everything @ weight
-    z, change = [], []
-    for num, total, den, total_den in zip(
-        inside_num, everything[1:4].sum(-1), (xc, xo, xs), everything[4:].sum(-1), strict=True
-    ):
-        within = _change(num, den)
-        outside = _change(total[:, None] - num, total_den[:, None] - den)
-        z.append(_against(within, outside))
-        change.append(within[0])
-    c = inside_num[0]
-    share, variance = _change(i, jnp.broadcast_to(ti[:, None], i.shape))
-    z.append(share / jnp.sqrt(variance))
-    change.append(share)
-    z = jnp.stack(z)
-    events = c[:half].sum(0)
-    testable = (jnp.minimum(events, tc[:half].sum() - events) >= min_events) & inside.any(0)
+    present = episode.day_mask.astype(jnp.float32)
+    days = jnp.maximum(present[:half].sum(), 2.0), jnp.maximum(present[half:].sum(), 1.0)
+    impressions, clicks, orders, spend = cells
+    segments = [
+        _rate(clicks, impressions, days, True),
+        _rate(orders, clicks, days, True),
+        _rate(spend, clicks, days, False),
+        _share(impressions),
+    ]
+    z, change = _contrast(segments, weight)
+    c = clicks[:half].sum(0) @ weight
+    testable = (jnp.minimum(c, tc[:half].sum() - c) >= min_events) & inside.any(0)
 
     si, sc, so, ss = (
         getattr(episode, f"sibling_{name}").astype(jnp.float32).sum(0)
@@ -132,8 +177,7 @@ def statistics(episode: EpisodeBatch, min_events: float) -> Statistics:
     campaign_z = [volume[0] / jnp.sqrt(volume[1]), *(_against(a, b) for a, b in zip(own, theirs, strict=True))]
     campaign_change = [volume[0], *(a[0] - b[0] for a, b in zip(own, theirs, strict=True))]
 
-    present = episode.day_mask.astype(jnp.float32)
-    days1, days2 = jnp.maximum(present[:half].sum(), 2.0), jnp.maximum(present[half:].sum(), 1.0)
+    days1, days2 = days
     stock1 = (episode.in_stock * present)[:half].sum() / days1
     stock2 = (episode.in_stock * present)[half:].sum() / days2
     variance = (jnp.where(present[:half] > 0, episode.in_stock[:half] - stock1, 0.0) ** 2).sum() / (days1 - 1)
@@ -149,7 +193,7 @@ def statistics(episode: EpisodeBatch, min_events: float) -> Statistics:
         campaign=jnp.stack([*campaign_z, stock_z, jnp.maximum(local, 0.0), *mixes]),
         campaign_change=jnp.stack([*campaign_change, stock_change]),
         slices=z,
-        change=jnp.stack(change),
+        change=change,
         testable=testable,
     )
 
