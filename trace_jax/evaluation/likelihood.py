@@ -2,7 +2,7 @@
 
 A log-likelihood gain of an effect v[t] over the intervention window against no effect is v.score - v.information.v/2.
 Levels (a segment's base rate, a slice's share, the campaign's volume) have flat priors and are integrated out exactly;
-what a day does to the whole campaign has a Gaussian prior that the sibling campaigns inform, and is integrated out, too.
+what a day does to the whole campaign has a Gaussian prior, informed by the siblings, and is integrated out, too.
 
 Axes: T days, W days of the intervention window, G segments, K candidate slices, R rows of a table of directions.
 """
@@ -20,9 +20,10 @@ from trace_jax.simulator.params import SimulatorParams
 
 RATES = ("ctr", "cvr", "cpc")
 _PSEUDO_EVENTS = 8.0  # a segment's base rate is known within about 35 % before any event of its own
+_LOGGED_SD, _DECISIVE = 0.03, 150.0  # grid error of a budget path, largest log-likelihood gain it may claim
 _LEVEL_VARIANCE = 1.0  # of a level without information, in squared log units
 _NO_DATA = 1e4  # variance of a day that tells nothing
-_SPENT = 0.9  # a day with this share of its budget spent was cut short
+_SPENT, _SPENT_CV = 0.95, 0.04  # a day that spent this share of its budget, give or take noise, may have been cut short
 
 
 @chex.dataclass(frozen=True)
@@ -71,12 +72,16 @@ def _alone(x: Float[Array, "T R"], weight: Float[Array, "T R"], half: int) -> Qu
     score = weight * (x - (weight * x).sum(0) / total)
     w = weight[half:].T
     eye = jnp.eye(w.shape[1])
-    return Quadratic(score=score[half:].T, information=w[:, :, None] * eye - w[:, :, None] * w[:, None] / total[:, None, None])
+    return Quadratic(
+        score=score[half:].T, information=w[:, :, None] * eye - w[:, :, None] * w[:, None] / total[:, None, None]
+    )
 
 
 def inverse(a: Float[Array, "T T"]) -> Float[Array, "T T"]:
-    """Inverse of a positive definite matrix by the sweep operator. The matrices here are small and many: one vector loop
-    over all of them, where LAPACK would be called for each."""
+    """Inverse of a positive definite matrix by the sweep operator.
+
+    The matrices here are small and many: one vector loop over all of them, where LAPACK would be called for each.
+    """
 
     def sweep(k, a):
         row = a[k] / a[k, k]
@@ -205,7 +210,15 @@ def _stock_factor(in_stock: Array, present: Array, params: SimulatorParams) -> A
     return jnp.where(present > 0, ratio**params.stock_elasticity, 1.0)
 
 
-def _mix(impressions: Float[Array, "T G"], member: Float[Array, "G K"], params: SimulatorParams) -> tuple[Quadratic, Array]:
+def _served(spend: Array, clicks: Array, budget: Array) -> Array:
+    """Whether a day surely ran to its end: its spend is well below the budget."""
+    noise = jnp.sqrt(_SPENT_CV**2 + 1.0 / jnp.maximum(clicks, 1.0))
+    return spend < budget * jnp.maximum(_SPENT - 3.0 * noise, 0.5)
+
+
+def _mix(
+    impressions: Float[Array, "T G"], member: Float[Array, "G K"], params: SimulatorParams
+) -> tuple[Quadratic, Array]:
     """Logits of every slice's share of impressions. Multiplying a slice's weight by exp(a) moves its logit by a and
     leaves the shares within the slice and within the rest alone, so that each slice is a regression of its own."""
     half = impressions.shape[0] // 2
@@ -225,7 +238,11 @@ def _mix(impressions: Float[Array, "T G"], member: Float[Array, "G K"], params: 
 
 
 def evidence(episode: EpisodeBatch, member: Float[Array, "G K"], params: SimulatorParams) -> Evidence:
-    """The evidence of one episode (no leading axis), from agent-visible fields only. `member`: segments of each slice."""
+    """The evidence of one episode (no leading axis), from agent-visible fields only.
+
+    Args:
+        member: 1 where a segment belongs to a slice.
+    """
     impressions, clicks, orders, spend = (
         getattr(episode, name).astype(jnp.float32) for name in ("impressions", "clicks", "orders", "spend")
     )
@@ -260,11 +277,11 @@ def evidence(episode: EpisodeBatch, member: Float[Array, "G K"], params: Simulat
 
     total = impressions.sum(1)
     own_volume = var(params.volume_day_cv)
-    served = (spend.sum(1) < _SPENT * episode.budget) & (total > 0)
+    served = _served(spend.sum(1), clicks.sum(1), episode.budget) & (total > 0)
     x, weight = _log_ratio(total[:, None], jnp.ones((days, 1)), 1e-4 + 1.0 / _safe(total[:, None]))
     sx, sw = _log_ratio(si, jnp.ones_like(si), own_volume + 1.0 / jnp.maximum(si, 1.0))
     prior = _informed(
-        sx, jnp.where(ss < _SPENT * sb, sw, 0.0), shared_covariance("volume", days, params), own_volume
+        sx, jnp.where(_served(ss, sc, sb), sw, 0.0), shared_covariance("volume", days, params), own_volume
     )
     volume = project(x, jnp.where(served[:, None], weight, 0.0), jnp.ones((1, 1)), *prior)
 
@@ -279,7 +296,7 @@ def evidence(episode: EpisodeBatch, member: Float[Array, "G K"], params: Simulat
 def budget_gain(episode: EpisodeBatch, shapes: Float[Array, "P T"], most: Array, params: SimulatorParams) -> Array:
     """Gain of each onset shape as the path of a budget cut, against the benign changes of budget [P].
 
-    The budget is logged without noise, so this decides alone; it is kept within +-50.
+    The budget is logged without noise, so this decides alone; it is kept within +-`_DECISIVE`.
 
     Args:
         most: largest log budget over which a cut may leave it (weakest cut, smallest headroom), negative.
@@ -299,4 +316,4 @@ def budget_gain(episode: EpisodeBatch, shapes: Float[Array, "P T"], most: Array,
     highest = params.budget_change[1]
     benign = (misfit(steps, -0.3 * highest, highest) ** 2).sum(1).min()
     cut = (misfit(shapes, -jnp.inf, most) ** 2).sum(1)
-    return jnp.clip((benign - cut) / (2.0 * 0.03**2), -50.0, 50.0)
+    return jnp.clip((benign - cut) / (2.0 * _LOGGED_SD**2), -_DECISIVE, _DECISIVE)
