@@ -3,8 +3,8 @@
 Every z is a log change over its standard error, which comes from the baseline's own day-to-day residuals
 (quasi-likelihood), so overdispersed days do not look like signals. Rates are ratios of sums, never means of ratios.
 Campaign totals are compared with those of the sibling campaigns, which share market and season. Rates of slices are
-compared with what each segment's own baseline rate gives for the day's mix, so that a shift of the mix is no change of
-rate. These are the statistics of the oracle (simulator.statistics).
+means over their segments' own changes, so that a shift of the mix is no change of rate. These are the statistics of the
+oracle (simulator.statistics).
 """
 
 from __future__ import annotations
@@ -38,33 +38,40 @@ select z.m, ((z.d - coalesce(x.d, 0)) / sqrt(z.w + coalesce(x.w, 0)))::int from 
 
 
 _SEGMENT = ", ".join(DRIVER_ATTRIBUTES)  # two segments always differ in these
-# q: every row with what its clicks, orders and spend would be at the segment's baseline rates.
-_CELLS = f"""with u as (select *, {_HALF} b from segment_daily)
-, v as (select {_SEGMENT}, sum(clicks) / nullif(sum(impressions), 0) x, sum(orders) / nullif(sum(clicks), 0) y,
- sum(spend) / nullif(sum(clicks), 0) z from u where not b group by all)
-, q as (select *, impressions * x xc, clicks * y xo, clicks * z xs from u join v using ({_SEGMENT}))
+# u: long format (segment, day, half b, metric m) of numerators n and denominators e; a: its sums by half; v: what the
+# baseline's daily residuals show, pooled over segments; w: log change d of every segment, and its precision p from what
+# the counts leave open (x) and the noise of days beyond it.
+_CHANGES = f"""with s as (select *, {_HALF} b, sum(impressions) over (partition by ds) t from segment_daily)
+, u as (select {_SEGMENT}, ds, b, unnest(['ctr', 'cvr', 'cpc', 'share']) m, unnest([.5, .5, 0, .5]) k,
+ unnest([clicks, orders, spend, impressions]) n, unnest([impressions, clicks, clicks, t]) e from s)
+, a as (select {_SEGMENT}, m, k, sum(n) filter (not b) n, sum(n) filter (b) n2, sum(e) filter (not b) e, sum(e) filter (b) e2
+ from u group by all)
+, y as (select count(distinct ds) filter (not b) i, count(distinct ds) filter (b) j from s)
+, v as (select m, sum((u.n - u.e * a.n / a.e) ** 2) * any_value(i / (i - 1)) r, any_value(1 / i + 1 / j) i,
+ sum(u.e * a.n / a.e) f, nullif(sum((u.e * a.n / a.e) ** 2), 0) q
+ from u join a using ({_SEGMENT}, m), y where not b and a.e > 0 group by m)
+, x as (select *, ln((n2 + k) / (n + k) * e / e2) d, 1 / ((n + n2) / (e + e2) * e + .5) + 1 / ((n + n2) / (e + e2) * e2 + .5) x
+ from a where least(e, e2, n + n2, n + k, n2 + k) > 0)
+, w as (select {_SEGMENT}, m, n, d, 1 / (case m when 'cpc' then coalesce(r / q, 0) * i when 'share' then greatest(r / f, 1) * x
+ else coalesce(greatest(r - f, 0) / q, 0) * i + x end + 1e-8) p from x join v using (m))
 """
-_SUMS = """sum(impressions) i, sum(clicks) c, sum(orders) o, sum(spend) s, sum(xc) xc, sum(xo) xo, sum(xs) xs"""
 
 
 def _slices(sets: Sequence[Sequence[str]], where: str = "") -> str:
-    """Daily totals of every slice in `sets` (name k), of the campaign, and the long format of slice against rest."""
+    """Mean change d of every slice in `sets` (name k) with its precision p, and baseline numerator n."""
     grouping = ", ".join(f"({', '.join(s)})" for s in sets)
     names = ", ".join(a for a in DRIVER_ATTRIBUTES if any(a in group for group in sets))
-    return f"""{_CELLS}, g as (select {names}, ds, b, {_SUMS}
- from q{where} group by ds, b, grouping sets ({grouping}))
-, f as (select concat_ws(' ', {names}) k, g.*, a.i ai, a.c ac, a.o ao, a.s az, a.xc axc, a.xo axo, a.xs axs
- from g join (select ds, {_SUMS} from q group by ds) a using (ds))
+    return f"""{_CHANGES}, g as (select concat_ws(' ', {names}) k, m, sum(p) p, sum(p * d) / sum(p) d, sum(n) n
+ from w{where} group by m, grouping sets ({grouping}))
 """
 
 
-_RATES = f""", m as (select k, ds, b, unnest(['ctr', 'cvr', 'cpc', 'share', 'xctr', 'xcvr', 'xcpc', 'xshare']) m,
- unnest([c, o, s, i, ac - c, ao - o, az - s, ai]) n, unnest([xc, xo, xs, ai, axc - xc, axo - xo, axs - xs, ai]) e from f){_CHANGE}\
-, t as (select z.k, z.m, (z.d - x.d) / sqrt(z.w + x.w) z from z join z x on x.k = z.k and x.m = 'x' || z.m)
+# z of each slice against the rest of the campaign, for slices with 20 clicks inside and outside.
+_RATES = """, z as (select k, g.m, g.n, t.n - g.n o, (g.d - (t.d - g.p * g.d) / nullif(t.p - g.p, 0))
+ * sqrt(greatest(g.p * (t.p - g.p) / t.p, 0)) z from g join (select m, sum(p) p, sum(p * d) d, sum(n) n from w group by m) t using (m))
 , p as (select k, max(z) filter (m = 'ctr') ctr, max(z) filter (m = 'cvr') cvr, max(z) filter (m = 'cpc') cpc,
- max(z) filter (m = 'share') share from t group by k)
-select k, ctr::int ctr, cvr::int cvr, cpc::int cpc, share::int share from p join (select k, sum(c) filter (not b) c,
- sum(ac - c) filter (not b) x from f group by k) using (k) where least(c, x) >= 20"""
+ max(z) filter (m = 'share') share from z group by k having min(least(n, o)) filter (m = 'ctr') >= 20)
+select k, ctr::int ctr, cvr::int cvr, cpc::int cpc, share::int share from p"""
 
 
 def single(limit: int = 3, order: str = "ctr") -> str:
