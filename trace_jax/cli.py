@@ -35,7 +35,7 @@ _MEMORY = (
     "out of memory: lower rollout.slots, sft.microbatch.rows, grpo.microbatch.rows, simulator.batch, the sizes of the "
     "policy or those of the data"
 )
-_STOPPABLE = (*_TRAINING, "eval", "export", "simulate", "inspect")
+_STOPPABLE = (*_TRAINING, "eval", "export", "simulate", "inspect", "certify")
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _FIXED = ("export", "report")  # show a run as it was: no configuration of their own
 
@@ -93,6 +93,12 @@ def _export(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any
     return export.command(args.run_dir, stage=args.stage, out=args.out)
 
 
+def _certify(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax.recipes import certify
+
+    return certify.certify(config, args.out, args.episodes)
+
+
 def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax import bench
 
@@ -115,6 +121,7 @@ SPLITS = ("train", "validation", "test")
 COMMANDS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
     "simulate": ("make verified episodes: Parquet data sets and a manifest", _simulate),
     "inspect": ("show one episode or proposal: curves, the hidden cause, the oracle's margins", _inspect),
+    "certify": ("measure what labels are worth: acceptance, likelihood ceiling, difficulty; write a note", _certify),
     "train": ("the whole recipe: tokenizer, teacher, SFT, GRPO, held-out evaluation, export, report", _train),
     "sft": ("the recipe up to the end of supervised fine-tuning", _train),
     "grpo": ("GRPO, in a run whose SFT is done or in a new one from its policy (--init)", _train),
@@ -160,6 +167,9 @@ def _parser() -> argparse.ArgumentParser:
             p.add_argument("--composition", default="paper", choices=("paper", "balanced"), help="mix of causes")
             p.add_argument("--split", action="append", choices=SPLITS, help="only this split (may be repeated)")
             p.add_argument("--resume", action="store_true", help="continue the data set in --out where it stopped")
+        if name == "certify":
+            p.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default: docs")
+            p.add_argument("--episodes", type=int, default=1500, metavar="N", help="proposals at each setting")
         if name == "inspect":
             p.add_argument("--split", default="test", choices=SPLITS)
             p.add_argument("--index", type=int, metavar="I", help="position in the split, from 0 (default: 0)")
@@ -261,7 +271,7 @@ def _config(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> RunCo
 
 def _run_of(args: argparse.Namespace) -> Path | None:
     """The run whose configuration a command starts from, None for commands that begin with none."""
-    if args.command in ("simulate", "inspect", "bench"):
+    if args.command in ("simulate", "inspect", "certify", "bench"):
         return None
     init = getattr(args, "init", None)
     continues = args.command in ("grpo", "eval", "export", "report") or args.resume

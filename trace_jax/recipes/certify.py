@@ -1,0 +1,235 @@
+"""`trace-jax certify`: the evidence that labels deserve trust, measured anew and written as a note with a figure."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import platform
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trace_jax.config import ConfigError, RunConfig, SimulatorConfig
+from trace_jax.environments.ads.environment import AdsEnvironment
+from trace_jax.evaluation.baselines import evaluate_analyst
+from trace_jax.evaluation.ceiling import Diagnosis, diagnose
+from trace_jax.evaluation.ceiling_table import correct, table
+from trace_jax.evaluation.metrics import EvalRecord
+from trace_jax.recipes import certify_note
+from trace_jax.recipes.interrupt import Interrupt
+from trace_jax.recipes.progress import Progress
+from trace_jax.simulator.accepted import accepted_episodes
+from trace_jax.simulator.causes import CAUSE_INDEX, CAUSES
+from trace_jax.simulator.difficulty import PRESETS, params_of
+from trace_jax.simulator.episode import EpisodeBatch, Verdict
+from trace_jax.simulator.stream import composition_for, simulate_rows, stream_key
+from trace_jax.warehouse import files
+from trace_jax.warehouse.splits import EpisodeSet
+
+STREAM = "certify"  # no split of a run draws from it
+EPISODES = 1500  # proposals at each setting
+SHARE = 5  # one accepted episode for the analyst to this many proposals
+SMALLEST = 100
+PATIENCE = 40  # proposals for an accepted episode, before a setting is left without
+SWEEPS: dict[str, tuple[float, ...]] = {
+    "strength": (0.3, 0.5, 0.75, 1.0, 1.5),
+    "noise": (0.5, 1.0, 1.5, 2.0, 3.0),
+    "confounder_strength": (0.0, 1.0, 2.0, 4.0),
+}
+CHECKS = ("detectability", "confounder", "rival_cause", "rival_slice")
+_VERSIONS = ("trace-jax", "jax", "numpy", "duckdb")
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One setting: proposals with verdicts and diagnoses, and answers on accepted episodes of the paper's mix."""
+
+    batch: EpisodeBatch
+    verdict: Verdict
+    diagnosis: Diagnosis
+    ceiling: np.ndarray  # FullAttr on the accepted set, in its order
+    analyst: list[EvalRecord]
+
+
+def share(right: np.ndarray) -> dict[str, Any]:
+    """A share of successes with Wilson's 95 % interval, which stays honest near 0 and 1. No trials: None."""
+    n = len(right)
+    if n == 0:
+        return {"value": None, "low": None, "high": None, "episodes": 0}
+    p, z2 = float(np.mean(right)), 1.96**2
+    centre, spread = p + z2 / (2 * n), 1.96 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    low, high = ((centre + sign * spread) / (1 + z2 / n) for sign in (-1, 1))
+    return {"value": p, "low": min(max(low, 0.0), p), "high": max(min(high, 1.0), p), "episodes": n}
+
+
+def certify(config: RunConfig, out: Path, episodes: int = EPISODES) -> dict[str, Any]:
+    """Measures acceptance, ceiling and the analyst, and writes certificate.md, certificate.json and difficulty.svg.
+
+    Everything but the date and the versions is a function of the configuration and `episodes`.
+
+    Args:
+        out: directory of the three files.
+        episodes: proposals at each setting; a fifth as many accepted episodes for the analyst.
+    Raises:
+        ConfigError: too few episodes, or `out` cannot be written.
+    """
+    if episodes < SMALLEST:
+        raise ConfigError(f"--episodes {episodes}: use {SMALLEST} or more, so that every cause is proposed")
+    with files.disk(out, "choose another directory with --out"):
+        out.mkdir(parents=True, exist_ok=True)
+    scored = episodes // SHARE
+    base = dataclasses.replace(config.simulator, difficulty="paper", **dict.fromkeys(SWEEPS, 1.0))
+    points = _points(base)
+    progress, measured = Progress(), {}
+    with Interrupt() as interrupt:
+        for i, (key, setting) in enumerate(points.items(), 1):
+            name = f"{i}/{len(points)} {' '.join(str(k) for k in key)}"
+            with progress.bar(name, 2 * episodes + 3 * scored) as bar:
+                report = _Steps(lambda done, b=bar: (b.update(done), interrupt.check()))
+                measured[key] = _measure(config, setting, episodes, scored, report)
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {**{name: metadata.version(name) for name in _VERSIONS}, "python": platform.python_version()},
+        "device": jax.default_backend(),
+        "seed": config.data.seed,
+        "proposals": episodes,
+        "accepted": scored,
+        "shape": {k: getattr(base, k) for k in ("days", "segments", "siblings", "two_attribute_share", "rng")},
+        "presets": {
+            name: {
+                "acceptance": _acceptance(measured["difficulty", name]),
+                "ceiling": table(
+                    measured["difficulty", name].batch,
+                    measured["difficulty", name].verdict.accept,
+                    measured["difficulty", name].diagnosis,
+                ),
+            }
+            for name in PRESETS
+        },
+        "sweeps": _sweeps(measured),
+    }
+    result["headline"] = _headline(measured["difficulty", "paper"])
+    content = {
+        "certificate.md": certify_note.markdown(result),
+        "certificate.json": json.dumps(result, indent=1) + "\n",
+        "difficulty.svg": certify_note.svg(result),
+    }
+    with files.disk(out):
+        for name, text in content.items():
+            files.replace(out / name, text.encode())
+    print(f"{out / 'certificate.md'}: {certify_note.summary(result['headline'])}")
+    return {"out": str(out), **result}
+
+
+class _Steps:
+    """Turns the progress of consecutive stages into one count."""
+
+    def __init__(self, show: Callable[[int], Any]):
+        self._show, self._before = show, 0
+
+    def stage(self, size: int) -> Report:
+        before, self._before = self._before, self._before + size
+        return lambda done, _: self._show(before + done)
+
+
+def _points(base: SimulatorConfig) -> dict[tuple[str, Any], SimulatorConfig]:
+    """All settings, by (knob, value): the presets, and one knob at a time around "paper"."""
+    points: dict[tuple[str, Any], SimulatorConfig] = {
+        ("difficulty", name): dataclasses.replace(base, difficulty=name) for name in PRESETS
+    }
+    for knob, values in SWEEPS.items():
+        points |= {(knob, v): dataclasses.replace(base, **{knob: v}) for v in values if v != 1.0}
+    return points
+
+
+def _measure(config: RunConfig, setting: SimulatorConfig, episodes: int, scored: int, report: _Steps) -> Measured:
+    seed, params = config.data.seed, params_of(setting)
+    strata = composition_for(setting, episodes)
+    done = report.stage(episodes)
+    causes = np.repeat([CAUSE_INDEX[cause] for cause, _ in strata], list(strata.values()))
+    dimensions = np.repeat([d for _, d in strata], list(strata.values()))
+    indices = np.concatenate([np.arange(n) for n in strata.values()])
+    batch, verdict = simulate_rows(setting, stream_key(seed, STREAM), causes, dimensions, indices, params)
+    done(episodes, episodes)
+    diagnosis = diagnose(batch, params, report.stage(episodes))
+    wanted = composition_for(setting, scored)
+    found, answers, solved = report.stage(scored), report.stage(scored), report.stage(scored)
+    try:
+        accepted = accepted_episodes(setting, seed, f"{STREAM}-set", wanted, params, None, found, PATIENCE)
+    except ConfigError:  # hardly anything is accepted at this setting; its acceptance says so
+        return Measured(batch, verdict, diagnosis, np.zeros(0, bool), [])
+    ceiling = correct(diagnose(accepted[0], params, solved), accepted[0])
+    environment = AdsEnvironment(EpisodeSet(*accepted, STREAM), config.environment)
+    records = evaluate_analyst(environment, range(scored), config.environment, seed=seed, on_progress=answers)
+    return Measured(batch, verdict, diagnosis, ceiling, records)
+
+
+def _acceptance(m: Measured) -> list[dict[str, Any]]:
+    """Proposals, accepted ones and the check that failed most, by cause and number of slice attributes."""
+    cause, accept = np.asarray(m.batch.cause), np.asarray(m.verdict.accept)
+    dimensions = (np.asarray(m.batch.slice_attributes) >= 0).sum(1)
+    rows = []
+    for code, d in sorted(set(zip(cause.tolist(), dimensions.tolist(), strict=True))):
+        of = (cause == code) & (dimensions == d)
+        failed = Counter()
+        for check in CHECKS:
+            failed[check] = int((np.asarray(getattr(m.verdict, check))[of & ~accept] <= 0).sum())
+        worst, count = failed.most_common(1)[0]
+        rows.append(
+            {
+                "cause": CAUSES[code].name,
+                "dimensions": d,
+                "proposals": int(of.sum()),
+                "accepted": int((of & accept).sum()),
+                "failed_most": worst if count else None,
+                "failed": dict(failed),
+            }
+        )
+    return rows
+
+
+def _headline(m: Measured) -> dict[str, Any]:
+    right, accept = correct(m.diagnosis, m.batch), np.asarray(m.verdict.accept)
+    quiet = np.asarray(m.batch.cause) == CAUSE_INDEX["NO_SIGNAL"]
+    return {
+        "acceptance": share(accept),
+        "accepted": share(right[accept]),
+        "rejected": share(right[~accept]),
+        "no_signal_quiet": share(right[accept & quiet]),
+        "ceiling_set": share(m.ceiling),
+        "analyst": share(np.array([r.full_right for r in m.analyst])),
+    }
+
+
+def _sweeps(measured: dict[tuple[str, Any], Measured]) -> dict[str, list[dict[str, Any]]]:
+    """The headline numbers at every value of every knob, and by number of slice attributes at "paper"."""
+    paper = measured["difficulty", "paper"]
+    sweeps = {"difficulty": [{"value": name, **_headline(measured["difficulty", name])} for name in PRESETS]}
+    for knob, values in SWEEPS.items():
+        sweeps[knob] = [{"value": v, **_headline(paper if v == 1.0 else measured[knob, v])} for v in values]
+    analyst = sorted(paper.analyst, key=lambda r: r.index)
+    kinds, full = np.array([r.type for r in analyst]), np.array([r.full_right for r in analyst])
+    accept, right = np.asarray(paper.verdict.accept), correct(paper.diagnosis, paper.batch)
+    dimensions = (np.asarray(paper.batch.slice_attributes) >= 0).sum(1)
+    local = np.array([c.level == "segment" for c in CAUSES])[np.asarray(paper.batch.cause)]
+    sweeps["slice_attributes"] = [
+        {
+            "value": d,
+            "acceptance": share(accept[local & (dimensions == d)]),
+            "accepted": share(right[local & (dimensions == d) & accept]),
+            "rejected": share(right[local & (dimensions == d) & ~accept]),
+            "ceiling_set": share(paper.ceiling[kinds == kind]),
+            "analyst": share(full[kinds == kind]),
+        }
+        for d, kind in ((1, "segment_1d"), (2, "segment_2d"))
+    ]
+    return sweeps
