@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from trace_jax import bench
-from trace_jax.bench import learner, measure
+from trace_jax.bench import learner, measure, sim, sim_programs
 from trace_jax.config import (
     BatchConfig,
     ConfigError,
@@ -23,6 +23,8 @@ from trace_jax.config import (
 )
 from trace_jax.learner import packing
 from trace_jax.policy.transformer import Transformer
+from trace_jax.simulator import stream
+from trace_jax.simulator.params import SimulatorParams
 
 TINY = RunConfig(
     simulator=SimulatorConfig(segments=24, batch=32),
@@ -33,9 +35,17 @@ TINY = RunConfig(
 )
 
 
+# What "sim" adds to the sections that every kind has.
+HEADLINE = ("raw_episodes_per_s", "verified_episodes_per_s", "floor_ratio", "numpy_speedup", "verified_share")
+OF_SIM = {*HEADLINE, "acceptance", "table", "weak_scaling"}
+
+
 @functools.cache
 def tiny(kind):
-    return bench.run(kind, TINY, repeats=1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("BATCHES", (64, 128)), ("STREAM", (1, 3)), ("NUMPY_EPISODES", 16)):
+            patch.setattr(sim, name, value)
+        return bench.run(kind, TINY, repeats=1)
 
 
 @pytest.mark.parametrize("kind", bench.KINDS)
@@ -43,7 +53,8 @@ def test_every_kind_reports_floor_measured_and_share(kind):
     result = tiny(kind)
     json.dumps(result, allow_nan=False)
     assert result["kind"] == kind and result["machine"]["versions"]["jax"]
-    assert set(result) == {"kind", "repeats", "machine", "sizes", "floor", "measured", "share"}
+    added = OF_SIM if kind == "sim" else set()
+    assert set(result) == {"kind", "repeats", "machine", "sizes", "floor", "measured", "share"} | added
     shown = bench.text(result)
     assert kind in shown and " %" in shown and "seconds" in shown
     rates = [v for v in result["measured"].values() if isinstance(v, float)]
@@ -66,6 +77,49 @@ def test_tools_state_loading_against_a_row_wise_insert():
     assert measured["arrow_speedup"] == pytest.approx(ratio) and ratio > 3
     # Three tables of four campaigns, and some segments; an export may lack a few days.
     assert sizes["rows_of_56_days"] > 50 * (3 * 4 + 2)
+
+
+def test_sim_states_its_rates_by_batch():
+    """The headline is that of one batch of the table, and the parts of it agree."""
+    result = tiny("sim")
+    assert [row["batch"] for row in result["table"]] == [64, 128]
+    (best,) = (row for row in result["table"] if row["batch"] == result["sizes"]["batch"])
+    assert best["verified_episodes_per_s"] == max(row["verified_episodes_per_s"] for row in result["table"])
+    assert result["raw_episodes_per_s"] == pytest.approx(best["batch"] / best["seconds"]["raw"]["median"])
+    assert result["floor_ratio"] == pytest.approx(
+        best["seconds"]["verified"]["median"] / best["seconds"]["floor"]["median"]
+    )
+    measured, sizes = result["measured"], result["sizes"]
+    assert result["verified_episodes_per_s"] == measured["accepted_per_second"]
+    assert measured["accepted_per_second"] == pytest.approx(measured["acceptance"] * measured["proposals_per_second"])
+    assert result["verified_share"] == pytest.approx(result["share"]["verified_of_raw"])
+    assert measured["bytes_per_second"] == pytest.approx(result["raw_episodes_per_s"] * sizes["bytes_per_episode"])
+    assert sizes["bytes_per_episode"] > 5 * 4 * sizes["days"] * sizes["segments"]
+    assert result["numpy_speedup"] > 0 and len(result["acceptance"]) == 16
+    assert result["weak_scaling"] is None  # one device
+    assert "batch 128, raw_episodes_per_s" in bench.text(result)
+
+
+def test_acceptance_of_a_composition_is_what_must_be_proposed_for_it():
+    rates = {("A", 0): 0.5, ("B", 1): 0.25}
+    assert sim._acceptance(rates, {("A", 0): 10, ("B", 1): 10}) == pytest.approx(20 / 60)
+    assert sim._acceptance(rates, {("A", 0): 30, ("B", 1): 10}) == pytest.approx(40 / 100)
+
+
+def test_without_a_checkout_there_is_no_reference(monkeypatch, tmp_path):
+    monkeypatch.setattr(sim, "REFERENCE", tmp_path / "simulator_numpy.py")
+    assert sim._reference(TINY.simulator) is None
+    row = sim._row(64, [{name: 1.0 for name in ("raw", "verified", *sim.FLOORS)}])
+    assert "numpy_speedup" not in row and row["floor_ratio"] == 1.0 and row["raw_episodes_per_s"] == 64
+
+
+def test_the_floor_writes_what_the_simulator_writes():
+    """Every array of an episode, from as many random numbers as the episode takes."""
+    want = sim_programs.episode_shapes(TINY.simulator)
+    for own_generator in (False, True):
+        one = sim_programs.floor(TINY.simulator, own_generator)
+        got = jax.eval_shape(one, stream.stream_key(0, "t"), SimulatorParams(), *[jax.numpy.int32(0)] * 3)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), got) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
 
 
 def test_unknown_kind_and_no_repeats_are_one_clear_line():

@@ -1,9 +1,14 @@
 """Simulator throughput: campaign-episodes a second, raw and verified, by batch, against floors taken in the same run.
 
 Every round measures all programs of a batch in turn, so that a change of the machine's load meets all alike; ratios are
-medians over rounds of ratios within a round. Floors: `jax.random` drawing the same number of uniform threefry numbers
-and writing arrays of the same bytes, in the same blocks and into new arrays as the simulator does; the same with the
-simulator's own generator; and the NumPy reference of the tests, as one process.
+medians over rounds of ratios within a round. All programs return new arrays. Floors, each drawing as many uniform
+threefry numbers as the episodes take and writing arrays of the same bytes:
+
+    floor           `jax.random.uniform` for the whole batch, as a user would call it
+    blocked_floor   the same in the simulator's blocks, where the numbers stay in a core's cache
+    own_floor       in blocks, with the simulator's own unrolled threefry
+
+and beside them the NumPy reference of the tests, one process as it is.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ HELD = 4  # copies of a batch's arrays that a round may hold at once
 STREAM = (10, 100)  # memory after so many batches, and after so many
 NUMPY_EPISODES = 256  # of one call of the reference; what fits its caches best
 REFERENCE = Path(trace_jax.__file__).parents[1] / "tests" / "simulator_numpy.py"
+FLOORS = ("floor", "blocked_floor", "own_floor")
 COMPOSITION = stream.paper_composition(1000)
 
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # indices, causes, dimensions
@@ -74,8 +80,9 @@ def run(config: RunConfig, repeats: int) -> dict[str, Any]:
             "numbers_per_episode": sum(metrics.tape_size(**sim_programs.shape_of(sizes))),
         },
         "floor": {
-            "jax_random_episodes_per_s": best["floor_episodes_per_s"],
-            "own_generator_episodes_per_s": best["own_floor_episodes_per_s"],
+            "floor_episodes_per_s": best["floor_episodes_per_s"],
+            "blocked_floor_episodes_per_s": best["blocked_floor_episodes_per_s"],
+            "own_floor_episodes_per_s": best["own_floor_episodes_per_s"],
             "buffers": "new arrays for every batch, in floors and simulator alike",
         },
         "measured": {
@@ -89,8 +96,9 @@ def run(config: RunConfig, repeats: int) -> dict[str, Any]:
             "rss_growth_mb": growth,
         },
         "share": {
-            "of_jax_random_floor": 1 / best["floor_ratio"],
-            "of_own_generator_floor": 1 / best["own_floor_ratio"],
+            "of_floor": 1 / best["floor_ratio"],
+            "of_blocked_floor": 1 / best["blocked_floor_ratio"],
+            "of_own_floor": 1 / best["own_floor_ratio"],
             "verified_of_raw": share * paper,
             "verified_of_raw_balanced": share * balanced,
         },
@@ -120,10 +128,8 @@ def _row(batch: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
         "raw_episodes_per_s": rate("raw"),
         "verified_episodes_per_s": rate("verified"),  # proposals simulated and verified
         "verified_over_raw": ratio("raw", "verified"),
-        "floor_ratio": ratio("verified", "floor"),
-        "own_floor_ratio": ratio("verified", "own_floor"),
-        "floor_episodes_per_s": rate("floor"),
-        "own_floor_episodes_per_s": rate("own_floor"),
+        **{f"{floor}_ratio": ratio("verified", floor) for floor in FLOORS},
+        **{f"{floor}_episodes_per_s": rate(floor) for floor in FLOORS},
         "seconds": {name: measure.spread([r[name] for r in rounds]) for name in rounds[0]},
     }
     if "numpy" in rounds[0]:
@@ -146,10 +152,12 @@ class _Bench:
     def __init__(self, sizes: SimulatorConfig, devices: list[jax.Device]):
         self.sizes, self.devices = sizes, devices
         self.key, self.params, self.oracle = stream.stream_key(0, "bench"), params_of(sizes), OracleParams()
+        width, plain = stream.block(devices), sim_programs.floor(sizes, own_generator=False)
         self.programs = {
-            "raw": sim_programs.in_blocks(sim_programs.raw(sizes), devices),
-            "floor": sim_programs.in_blocks(sim_programs.floor(sizes, own_generator=False), devices),
-            "own_floor": sim_programs.in_blocks(sim_programs.floor(sizes, own_generator=True), devices),
+            "raw": sim_programs.in_blocks(sim_programs.raw(sizes), devices, width),
+            "floor": sim_programs.in_blocks(plain, devices, 0),
+            "blocked_floor": sim_programs.in_blocks(plain, devices, width),
+            "own_floor": sim_programs.in_blocks(sim_programs.floor(sizes, own_generator=True), devices, width),
         }
         self.strata = list(COMPOSITION)
         self.codes = np.array([(CAUSE_INDEX[cause], dimensions) for cause, dimensions in self.strata], np.int32)

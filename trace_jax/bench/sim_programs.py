@@ -1,7 +1,6 @@
 """Compiled programs that `bench sim` measures beside the simulator's own: no oracle, and the two floors.
 
-All of them work through blocks of episodes in a loop, on every device, and return new arrays, as `stream.simulate`
-does; what differs is only what is computed in a block.
+All of them run on every device and return new arrays, as `stream.simulate` does.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ def shape_of(config: SimulatorConfig) -> dict[str, int]:
     return {"days": config.days, "segments": config.segments, "siblings": config.siblings}
 
 
-def in_blocks(one: One, devices: Sequence[jax.Device], width: int | None = None):
-    """`one` for every row of (indices, causes, dimensions), `width` rows at a time on each device, jitted."""
-    width = width or stream.block(devices)
+def in_blocks(one: One, devices: Sequence[jax.Device], width: int):
+    """`one` for every row of (indices, causes, dimensions), `width` rows at a time on each device (0: all), jitted."""
 
     def rows(key, params, indices, causes, dimensions):
-        blocks = jax.tree.map(lambda x: x.reshape(-1, width), (indices, causes, dimensions))
+        blocks = jax.tree.map(lambda x: x.reshape(-1, width or len(x)), (indices, causes, dimensions))
         out = jax.lax.map(lambda b: jax.vmap(lambda *row: one(key, params, *row))(*b), blocks)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
