@@ -36,7 +36,7 @@ from trace_jax.simulator.oracle import OracleParams
 
 BATCHES = (256, 1024, 4096, 16384)
 HELD = 4  # copies of a batch's arrays that a round may hold at once
-STREAM = (10, 100)  # memory after so many batches, and after so many
+STREAM = (50, 200)  # batches of a stream after which the memory in use is compared; the allocator settles before
 NUMPY_EPISODES = 256  # of one call of the reference; what fits its caches best
 REFERENCE = Path(trace_jax.__file__).parents[1] / "tests" / "simulator_numpy.py"
 FLOORS = ("floor", "blocked_floor", "own_floor")
