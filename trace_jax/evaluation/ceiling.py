@@ -25,7 +25,9 @@ from trace_jax.simulator.params import SimulatorParams
 from trace_jax.simulator.vocabulary import PROFILES
 
 NONE = -1  # slice of an answer that names none
-_DELAYS, _RAMPS, _STRENGTHS = 5, 5, 7  # grid points of the priors
+FINDING = 0.9  # posterior probability of a cause from which on the diagnostician would raise it
+_DELAYS, _RAMPS = 8, 6  # grid points of the priors; eight meet every delay of a two-week window
+_NODES, _STRENGTHS = 6, 48  # strengths at which a gain is computed, and to which it is interpolated
 _UNFINDABLE = -8.0  # log prior of a slice that the simulator only uses when it has no other
 _TWO_ATTRIBUTES = 0.2988  # prior share of two-attribute slices, that of the paper's test set
 _BLOCK, _CALL = 8, 64  # episodes evaluated together (what fits a core's cache), and in one compiled call
@@ -61,6 +63,21 @@ def _onsets(days: int, params: SimulatorParams) -> tuple[Float[Array, "P T"], Fl
     at_once = prior(share["immediate"], share["ramp"])
     gradual = prior(jnp.zeros(()), share["ramp"] + share["immediate"])
     return shapes, jnp.stack([at_once, gradual])
+
+
+def _strengths() -> tuple[np.ndarray, np.ndarray]:
+    """Chebyshev nodes in [0, 1] and the matrix [_STRENGTHS, _NODES] from values there to values on a fine grid.
+
+    A gain is a quadratic in effects that are exponentials of the strength: a polynomial of degree 5 follows it over the
+    whole range, while the fine grid resolves peaks that are far narrower than the range.
+    """
+    nodes = 0.5 - 0.5 * np.cos((np.arange(_NODES) + 0.5) * np.pi / _NODES)
+    fine = (np.arange(_STRENGTHS) + 0.5) / _STRENGTHS
+    powers = np.vander(2 * nodes - 1, _NODES)
+    return nodes.astype(np.float32), np.linalg.solve(powers.T, np.vander(2 * fine - 1, _NODES).T).T.astype(np.float32)
+
+
+STRENGTH_NODES, STRENGTH_MATRIX = _strengths()
 
 
 def _slice_prior(episode: EpisodeBatch, member: Float[Array, "G K"]) -> Float[Array, " K"]:
@@ -130,7 +147,7 @@ def _diagnose_one(episode: EpisodeBatch, params: SimulatorParams) -> Diagnosis:
     weight = _slice_prior(episode, member)
     shapes, priors = _onsets(days, params)
     low, high = params.strength
-    strengths = low + (high - low) * (jnp.arange(_STRENGTHS) + 0.5) / _STRENGTHS
+    strengths = low + (high - low) * STRENGTH_NODES
     post = jnp.full((count, slices.SLICES + 1), -jnp.inf)
     for c, cause in enumerate(CAUSES):
         if cause.level == "none":
@@ -144,7 +161,7 @@ def _diagnose_one(episode: EpisodeBatch, params: SimulatorParams) -> Diagnosis:
         if "budget" in cause.effects:
             most = limits[CHANNELS.index("budget"), 0] - jnp.log(params.budget_headroom[0])
             gain += budget_gain(episode, shapes, most, params)[None, :, None]
-        gain += priors[int(cause.gradual)][None, :, None] - np.log(_STRENGTHS)
+        gain = gain @ STRENGTH_MATRIX.T + priors[int(cause.gradual)][None, :, None] - np.log(_STRENGTHS)
         total = jax.scipy.special.logsumexp(gain, axis=(1, 2))
         if len(rows):
             post = post.at[c, rows].set(total + _within(weight[rows], slices.DIMENSIONS[rows]))

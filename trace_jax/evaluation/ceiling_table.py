@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Bool, Int
 
-from trace_jax.evaluation.ceiling import NONE, Diagnosis
+from trace_jax.evaluation.ceiling import FINDING, NONE, Diagnosis
 from trace_jax.simulator import slices
-from trace_jax.simulator.causes import CAUSES, NO_SIGNAL, SEGMENT_CAUSES
+from trace_jax.simulator.causes import CAUSE_INDEX, CAUSES, NO_SIGNAL, SEGMENT_CAUSES
 from trace_jax.simulator.episode import EpisodeBatch
 from trace_jax.simulator.vocabulary import PROFILES
 
@@ -32,6 +32,12 @@ def correct(diagnosis: Diagnosis, batch: EpisodeBatch) -> Bool[np.ndarray, " E"]
     local = _LOCAL[np.asarray(batch.cause)]
     same = np.asarray(diagnosis.slice) == label_slices(batch)
     return (np.asarray(diagnosis.cause) == np.asarray(batch.cause)) & (same | ~local)
+
+
+def quiet(diagnosis: Diagnosis) -> Bool[np.ndarray, " E"]:
+    """Whether no cause reaches the probability `FINDING` [E]."""
+    causes = np.delete(np.asarray(diagnosis.causes), CAUSE_INDEX[NO_SIGNAL], axis=1)
+    return causes.max(1) < FINDING
 
 
 def groups(batch: EpisodeBatch, strength: tuple[float, float] = (0.0, 1.0)) -> Iterator[tuple[str, str, np.ndarray]]:

@@ -21,13 +21,13 @@ from trace_jax.config import ConfigError, RunConfig, SimulatorConfig
 from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.evaluation.baselines import evaluate_analyst
 from trace_jax.evaluation.ceiling import Diagnosis, diagnose
-from trace_jax.evaluation.ceiling_table import correct, table
+from trace_jax.evaluation.ceiling_table import correct, quiet, table
 from trace_jax.evaluation.metrics import EvalRecord
 from trace_jax.recipes import certify_note
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.simulator.accepted import accepted_episodes
-from trace_jax.simulator.causes import CAUSE_INDEX, CAUSES
+from trace_jax.simulator.causes import CAUSE_INDEX, CAUSES, NO_SIGNAL
 from trace_jax.simulator.difficulty import PRESETS, params_of
 from trace_jax.simulator.episode import EpisodeBatch, Verdict
 from trace_jax.simulator.stream import composition_for, simulate_rows, stream_key
@@ -199,12 +199,12 @@ def _acceptance(m: Measured) -> list[dict[str, Any]]:
 
 def _headline(m: Measured) -> dict[str, Any]:
     right, accept = correct(m.diagnosis, m.batch), np.asarray(m.verdict.accept)
-    quiet = np.asarray(m.batch.cause) == CAUSE_INDEX["NO_SIGNAL"]
+    silent = accept & (np.asarray(m.batch.cause) == CAUSE_INDEX[NO_SIGNAL])
     return {
         "acceptance": share(accept),
         "accepted": share(right[accept]),
         "rejected": share(right[~accept]),
-        "no_signal_quiet": share(right[accept & quiet]),
+        "no_signal_quiet": share(quiet(m.diagnosis)[silent]),
         "ceiling_set": share(m.ceiling),
         "analyst": share(np.array([r.full_right for r in m.analyst])),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trace_jax.evaluation.ceiling import FINDING
 from trace_jax.report.panels import Panel, Value, figure
 
 _CURVES = (("likelihood ceiling", "ceiling_set"), ("analyst", "analyst"), ("acceptance", "acceptance"))
@@ -96,9 +97,10 @@ def markdown(result: dict[str, Any]) -> str:
         f"{shape['segments']} segments, {shape['siblings']} siblings, generator {shape['rng']}.",
         "",
         "- **Acceptance**: share of proposals whose label the oracle certifies.",
-        "- **Ceiling**: FullAttr@1 of a diagnostician that knows the simulator (its equations, noise, ranges of effects, "
-        "onset shapes, where a cause may sit) but not the label. It reads what an agent can see and answers with the most "
-        "likely cause and slice, so its score is what is attainable.",
+        "- **Ceiling**: FullAttr@1 of a diagnostician that knows the simulator (its equations, noise, ranges of "
+        "effects, onset shapes, where a cause may sit) but not the label. It reads what an agent can see and answers "
+        "with the most likely cause and slice, so its score is what is attainable. Without a signal it is quiet when "
+        f"no cause reaches a probability of {FINDING}.",
         "- **Analyst**: FullAttr@1 of the scripted analyst, through the same tool and reward as a trained agent.",
         "- **Set**: accepted episodes in the paper's mix; elsewhere the mix is that of the proposals.",
         "",
@@ -113,8 +115,8 @@ def markdown(result: dict[str, Any]) -> str:
         *_acceptance(result["presets"]),
         "## Ceiling",
         "",
-        "FullAttr@1 of the diagnostician (number of proposals). Slice: segment causes. Onset and strength: all episodes "
-        "in which something happens.",
+        "FullAttr@1 of the diagnostician (number of proposals). Slice: segment causes. Onset and strength: all "
+        "episodes in which something happens. Strength: thirds of the range of every cause's effects.",
         "",
         *_ceiling(result["presets"]),
         "## Knobs",
