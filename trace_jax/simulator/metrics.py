@@ -195,7 +195,7 @@ def _episode(
         start_day=start_day,
         vertical=campaign.vertical,
         strategy=campaign.strategy,
-        segment_values=jnp.where(campaign.segment_mask[:, None], campaign.segment_values, 0),
+        segment_values=campaign.segment_values,
         segment_mask=campaign.segment_mask,
         day_mask=benign.day_mask,
         budget=jnp.where(benign.day_mask, budget, 0.0),

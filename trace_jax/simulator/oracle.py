@@ -23,13 +23,13 @@ from trace_jax.simulator.statistics import FEATURES, SLICE_FEATURES, Statistics,
 class OracleParams:
     """Thresholds, in standard errors unless said otherwise."""
 
-    detect: float = 5.0  # a required signature must be at least this strong
-    companion: float = 3.0  # a required companion signature must be at least this strong
+    detect: float = 4.0  # a required signature must be at least this strong
+    companion: float = 2.5  # a required companion signature must be at least this strong
     flat: float = 3.0  # a rate that must not move stays below this ...
     flat_fraction: float = 0.45  # ... or below this fraction of the primary signature (campaign level)
     flat_fraction_local: float = 0.25  # the same inside a slice, where nothing leaks between metrics
-    quiet: float = 4.0  # NO_SIGNAL: every signature below this
-    slice_gap: float = 4.0  # log-likelihood units between the label's slice and the best rival slice
+    quiet: float = 3.5  # NO_SIGNAL: every signature below this
+    slice_gap: float = 2.5  # log-likelihood units between the label's slice and the best rival slice
     min_events: float = 20.0  # clicks a slice needs in the baseline to be testable (case 3)
 
 

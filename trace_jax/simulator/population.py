@@ -59,6 +59,7 @@ def draw_campaign(tape: draws.Tape, segments: int, params: SimulatorParams) -> C
     others = jnp.argmax(free + tape.gumbel((segments, *free.shape)), axis=-1)
     values = jnp.concatenate([others, drivers], axis=-1)[:, _ORDER].astype(jnp.int32)
     mask = jnp.arange(segments) < tape.integer(*params.segments_active)
+    values = jnp.where(mask[:, None], values, 0)
 
     log_weight = popularity[_DRIVER_CODES[None, :], drivers].sum(-1)
     log_weight = 0.6 * log_weight + params.segment_weight_log_sd * tape.normal((segments,))

@@ -53,8 +53,19 @@ def _may_sit() -> np.ndarray:
 MAY_SIT = _may_sit()
 
 
+def _parts() -> np.ndarray:
+    """Which one-attribute slices a slice is the intersection of [singles, K]."""
+    singles = int(_SINGLE.sum())
+    pairs = np.stack([SLICE_ATTRIBUTES, SLICE_VALUES], -1)
+    return (pairs[:singles, None, :1] == pairs[None]).all(-1).any(-1)
+
+
+_PARTS = _parts().astype(np.float32)
+
+
 def members(values: Int[Array, "G A"], mask: Bool[Array, " G"]) -> Bool[Array, "G K"]:
     """Active segments of every candidate slice."""
-    attributes = jnp.asarray(SLICE_ATTRIBUTES)
-    hit = values[:, jnp.maximum(attributes, 0)] == jnp.asarray(SLICE_VALUES)[None]
-    return jnp.where(attributes[None] >= 0, hit, True).all(-1) & mask[:, None]
+    singles = len(_PARTS)
+    hit = values[:, SLICE_ATTRIBUTES[:singles, 0]] == jnp.asarray(SLICE_VALUES[:singles, 0])[None]
+    # A segment is in a slice if it has as many of its values as the slice names: a small product of exact numbers.
+    return (hit.astype(jnp.float32) @ _PARTS == jnp.asarray(DIMENSIONS, jnp.float32)) & mask[:, None]

@@ -1,10 +1,10 @@
 """What the oracle reads from the visible data: quasi-likelihood z-scores of campaign and slices between the halves.
 
-The standard error of a change comes from the baseline's own day-to-day residuals, so overdispersion is paid for.
 Changes of the whole campaign are taken against its siblings (difference in differences): what market, season or a late
-attribution does to all of them at once is no evidence. Changes of a slice are taken against the rest of the campaign,
-and its rates against what its segments' own baseline rates give for the day's mix: a slice whose segments merely
-changed their shares has not changed its rate (Simpson's paradox, case 2 of the data cases).
+attribution does to all of them at once is no evidence. Changes of a slice are means over its segments' own log changes,
+weighted by their precision, against those of the rest of the campaign: a slice whose segments merely changed their
+shares has not changed its rate (Simpson's paradox, case 2 of the data cases). Noise beyond the counts comes from the
+baseline's own day-to-day residuals, so overdispersion is paid for.
 """
 
 from __future__ import annotations
@@ -119,9 +119,11 @@ def _share(impressions: Float[Array, "T G"]) -> _Segments:
     return _Segments(change=jnp.where(seen, change, 0.0), precision=jnp.where(seen, 1.0 / variance, 0.0))
 
 
-def _contrast(segments: list[_Segments], weight: Float[Array, "G K"]) -> tuple[Float[Array, "M K"], Float[Array, "M K"]]:
-    """z of the change inside each slice against the rest of the campaign, and the change inside. Half the square of z is
-    the log-likelihood that a change confined to the slice gains over one that all segments share."""
+def _contrast(
+    segments: list[_Segments], weight: Float[Array, "G K"]
+) -> tuple[Float[Array, "M K"], Float[Array, "M K"]]:
+    """z of the change inside each slice against the rest of the campaign, and the change inside. Half the square of z
+    is the log-likelihood that a change confined to the slice gains over one that all segments share."""
     precision = jnp.stack([s.precision for s in segments])
     moved = jnp.stack([s.precision * s.change for s in segments])
     sums = jnp.concatenate([precision, moved]) @ weight

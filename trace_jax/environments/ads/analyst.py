@@ -18,9 +18,10 @@ from trace_jax.environments.base import Episode, Task
 from trace_jax.simulator.causes import CAUSES
 from trace_jax.simulator.vocabulary import ATTRIBUTES, DRIVER_ATTRIBUTES
 
-STRONG = 4.5  # standard errors; two-sided 7e-6, times 300 looks still below 1 %
-CLEAR = 7.5  # standard errors, beyond which nothing else needs to be looked at
-COMPANION = 2.5  # standard errors, for a change that only has to agree with a strong one
+# Standard errors as the queries print them, rounded: what reads 4 is at least 3.5, two-sided 5e-4.
+STRONG = 4
+CLEAR = 7  # beyond which nothing else needs to be looked at
+COMPANION = 3  # for a change that only has to agree with a strong one
 
 _ATTRIBUTE_OF = {value: a for a in DRIVER_ATTRIBUTES for value in ATTRIBUTES[a]}
 _DRIVERS = {c.name: c.drivers for c in CAUSES}
