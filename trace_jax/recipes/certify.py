@@ -53,7 +53,7 @@ Report = Callable[[int, int], None]
 class Measured:
     """One setting: proposals with verdicts and diagnoses, and answers on accepted episodes of the paper's mix."""
 
-    batch: EpisodeBatch
+    batch: EpisodeBatch  # labels only
     verdict: Verdict
     diagnosis: Diagnosis
     ceiling: np.ndarray  # FullAttr on the accepted set, in its order
@@ -80,14 +80,17 @@ def certify(config: RunConfig, out: Path, episodes: int = EPISODES) -> dict[str,
         out: directory of the three files.
         episodes: proposals at each setting; a fifth as many accepted episodes for the analyst.
     Raises:
-        ConfigError: too few episodes, or `out` cannot be written.
+        ConfigError: too few episodes, a knob that this command turns itself, or `out` cannot be written.
     """
+    base = config.simulator
+    for knob, neutral in {"difficulty": "paper", **dict.fromkeys(SWEEPS, 1.0)}.items():
+        if getattr(base, knob) != neutral:
+            raise ConfigError(f"certify turns simulator.{knob} itself: leave it at {neutral}")
     if episodes < SMALLEST:
         raise ConfigError(f"--episodes {episodes}: use {SMALLEST} or more, so that every cause is proposed")
     with files.disk(out, "choose another directory with --out"):
         out.mkdir(parents=True, exist_ok=True)
     scored = episodes // SHARE
-    base = dataclasses.replace(config.simulator, difficulty="paper", **dict.fromkeys(SWEEPS, 1.0))
     points = _points(base)
     progress, measured = Progress(), {}
     with Interrupt() as interrupt:
@@ -104,17 +107,7 @@ def certify(config: RunConfig, out: Path, episodes: int = EPISODES) -> dict[str,
         "proposals": episodes,
         "accepted": scored,
         "shape": {k: getattr(base, k) for k in ("days", "segments", "siblings", "two_attribute_share", "rng")},
-        "presets": {
-            name: {
-                "acceptance": _acceptance(measured["difficulty", name]),
-                "ceiling": table(
-                    measured["difficulty", name].batch,
-                    measured["difficulty", name].verdict.accept,
-                    measured["difficulty", name].diagnosis,
-                ),
-            }
-            for name in PRESETS
-        },
+        "presets": {name: _preset(measured["difficulty", name]) for name in PRESETS},
         "sweeps": _sweeps(measured),
     }
     result["headline"] = _headline(measured["difficulty", "paper"])
@@ -160,7 +153,7 @@ def _measure(config: RunConfig, setting: SimulatorConfig, episodes: int, scored:
     indices = np.concatenate([np.arange(n) for n in strata.values()])
     batch, verdict = simulate_rows(setting, stream_key(seed, STREAM), causes, dimensions, indices, params)
     done(episodes, episodes)
-    diagnosis = diagnose(batch, params, report.stage(episodes))
+    diagnosis, batch = diagnose(batch, params, report.stage(episodes)), _labels(batch)
     wanted = composition_for(setting, scored)
     found, answers, solved = report.stage(scored), report.stage(scored), report.stage(scored)
     try:
@@ -173,6 +166,17 @@ def _measure(config: RunConfig, setting: SimulatorConfig, episodes: int, scored:
     return Measured(batch, verdict, diagnosis, ceiling, records)
 
 
+def _labels(batch: EpisodeBatch) -> EpisodeBatch:
+    """The batch without its tables, which are most of it."""
+    kept = ("cause", "slice_attributes", "slice_values", "profile", "strength", "onset")
+    drop = [f.name for f in dataclasses.fields(batch) if f.name not in kept]
+    return batch.replace(**dict.fromkeys(drop, np.zeros(0)))
+
+
+def _preset(m: Measured) -> dict[str, Any]:
+    return {"acceptance": _acceptance(m), "ceiling": table(m.batch, m.verdict.accept, m.diagnosis)}
+
+
 def _acceptance(m: Measured) -> list[dict[str, Any]]:
     """Proposals, accepted ones and the check that failed most, by cause and number of slice attributes."""
     cause, accept = np.asarray(m.batch.cause), np.asarray(m.verdict.accept)
@@ -180,9 +184,10 @@ def _acceptance(m: Measured) -> list[dict[str, Any]]:
     rows = []
     for code, d in sorted(set(zip(cause.tolist(), dimensions.tolist(), strict=True))):
         of = (cause == code) & (dimensions == d)
-        failed = Counter()
-        for check in CHECKS:
-            failed[check] = int((np.asarray(getattr(m.verdict, check))[of & ~accept] <= 0).sum())
+        rejected = of & ~accept
+        fails = {check: np.asarray(getattr(m.verdict, check))[rejected] <= 0 for check in CHECKS}
+        fails["unnamed"] = ~np.any(list(fails.values()), axis=0)  # a mix cause whose slice does not stand out
+        failed = Counter({check: int(of_check.sum()) for check, of_check in fails.items()})
         worst, count = failed.most_common(1)[0]
         rows.append(
             {

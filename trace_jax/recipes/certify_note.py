@@ -22,6 +22,7 @@ _CHECKS = {
     "confounder": "confounder as strong",
     "rival_cause": "another cause fits",
     "rival_slice": "another slice fits",
+    "unnamed": "its slice does not stand out",
 }
 
 
