@@ -52,7 +52,7 @@ def grpo_prompts(
 
 
 def curriculum(step: int, steps: int, stages: int, count: int) -> tuple[int, int, int]:
-    """Where GRPO step `step` of `steps` finds its prompts when the split consists of `stages` equal parts that get harder.
+    """Where GRPO step `step` of `steps` finds its prompts when a split consists of `stages` equal parts in that order.
 
     Returns:
         first and past-the-last episode of the part, and the first step that uses it.
