@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
             p.add_argument("--resume", action="store_true", help="continue the data set in --out where it stopped")
         if name == "certify":
             p.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default: docs")
-            p.add_argument("--episodes", type=int, default=1500, metavar="N", help="proposals at each setting")
+            p.add_argument("--episodes", type=int, default=1200, metavar="N", help="proposals at each setting")
         if name == "inspect":
             p.add_argument("--split", default="test", choices=SPLITS)
             p.add_argument("--index", type=int, metavar="I", help="position in the split, from 0 (default: 0)")

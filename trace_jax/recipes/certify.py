@@ -35,7 +35,7 @@ from trace_jax.warehouse import files
 from trace_jax.warehouse.splits import EpisodeSet
 
 STREAM = "certify"  # no split of a run draws from it
-EPISODES = 1500  # proposals at each setting
+EPISODES = 1200  # proposals at each setting
 SHARE = 5  # one accepted episode for the analyst to this many proposals
 SMALLEST = 100
 PATIENCE = 40  # proposals for an accepted episode, before a setting is left without
@@ -51,13 +51,14 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """One setting: proposals with verdicts and diagnoses, and answers on accepted episodes of the paper's mix."""
+    """One setting: proposals with verdicts and diagnoses, and answers on sets of the paper's mix of causes."""
 
     batch: EpisodeBatch  # labels only
     verdict: Verdict
     diagnosis: Diagnosis
     ceiling: np.ndarray  # FullAttr on the accepted set, in its order
     analyst: list[EvalRecord]
+    analyst_all: list[EvalRecord]  # on proposals, whatever the oracle says of them
 
 
 def share(right: np.ndarray) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def certify(config: RunConfig, out: Path, episodes: int = EPISODES) -> dict[str,
 
     Args:
         out: directory of the three files.
-        episodes: proposals at each setting; a fifth as many accepted episodes for the analyst.
+        episodes: proposals at each setting; the analyst gets a fifth as many, and as many accepted episodes.
     Raises:
         ConfigError: too few episodes, a knob that this command turns itself, or `out` cannot be written.
     """
@@ -96,7 +97,7 @@ def certify(config: RunConfig, out: Path, episodes: int = EPISODES) -> dict[str,
     with Interrupt() as interrupt:
         for i, (key, setting) in enumerate(points.items(), 1):
             name = f"{i}/{len(points)} {' '.join(str(k) for k in key)}"
-            with progress.bar(name, 2 * episodes + 3 * scored) as bar:
+            with progress.bar(name, 2 * episodes + 4 * scored) as bar:
                 report = _Steps(lambda done, b=bar: (b.update(done), interrupt.check()))
                 measured[key] = _measure(config, setting, episodes, scored, report)
     result = {
@@ -153,17 +154,25 @@ def _measure(config: RunConfig, setting: SimulatorConfig, episodes: int, scored:
     indices = np.concatenate([np.arange(n) for n in strata.values()])
     batch, verdict = simulate_rows(setting, stream_key(seed, STREAM), causes, dimensions, indices, params)
     done(episodes, episodes)
-    diagnosis, batch = diagnose(batch, params, report.stage(episodes)), _labels(batch)
     wanted = composition_for(setting, scored)
-    found, answers, solved = report.stage(scored), report.stage(scored), report.stage(scored)
+    some = indices < np.repeat([wanted.get(stratum, 0) for stratum in strata], list(strata.values()))
+    diagnosis = diagnose(batch, params, report.stage(episodes))
+    everything = _analyst(config, *jax.tree.map(lambda x: x[some], (batch, verdict)), report.stage(int(some.sum())))
+    batch = _labels(batch)
+    found, solved, answered = report.stage(scored), report.stage(scored), report.stage(scored)
     try:
         accepted = accepted_episodes(setting, seed, f"{STREAM}-set", wanted, params, None, found, PATIENCE)
     except ConfigError:  # hardly anything is accepted at this setting; its acceptance says so
-        return Measured(batch, verdict, diagnosis, np.zeros(0, bool), [])
+        return Measured(batch, verdict, diagnosis, np.zeros(0, bool), [], everything)
     ceiling = correct(diagnose(accepted[0], params, solved), accepted[0])
-    environment = AdsEnvironment(EpisodeSet(*accepted, STREAM), config.environment)
-    records = evaluate_analyst(environment, range(scored), config.environment, seed=seed, on_progress=answers)
-    return Measured(batch, verdict, diagnosis, ceiling, records)
+    return Measured(batch, verdict, diagnosis, ceiling, _analyst(config, *accepted, answered), everything)
+
+
+def _analyst(config: RunConfig, batch: EpisodeBatch, verdict: Verdict, report: Report) -> list[EvalRecord]:
+    """Its answers in the order of the episodes."""
+    environment = AdsEnvironment(EpisodeSet(batch, verdict, STREAM), config.environment)
+    indices = range(len(environment))
+    return evaluate_analyst(environment, indices, config.environment, seed=config.data.seed, on_progress=report)
 
 
 def _labels(batch: EpisodeBatch) -> EpisodeBatch:
@@ -202,6 +211,10 @@ def _acceptance(m: Measured) -> list[dict[str, Any]]:
     return rows
 
 
+def _full(records: list[EvalRecord], kind: str | None = None) -> dict[str, Any]:
+    return share(np.array([r.full_right for r in records if kind in (None, r.type)]))
+
+
 def _headline(m: Measured) -> dict[str, Any]:
     right, accept = correct(m.diagnosis, m.batch), np.asarray(m.verdict.accept)
     silent = accept & (np.asarray(m.batch.cause) == CAUSE_INDEX[NO_SIGNAL])
@@ -211,7 +224,9 @@ def _headline(m: Measured) -> dict[str, Any]:
         "rejected": share(right[~accept]),
         "no_signal_quiet": share(quiet(m.diagnosis)[silent]),
         "ceiling_set": share(m.ceiling),
-        "analyst": share(np.array([r.full_right for r in m.analyst])),
+        "ceiling_all": share(right),
+        "analyst": _full(m.analyst),
+        "analyst_all": _full(m.analyst_all),
     }
 
 
@@ -221,8 +236,7 @@ def _sweeps(measured: dict[tuple[str, Any], Measured]) -> dict[str, list[dict[st
     sweeps = {"difficulty": [{"value": name, **_headline(measured["difficulty", name])} for name in PRESETS]}
     for knob, values in SWEEPS.items():
         sweeps[knob] = [{"value": v, **_headline(paper if v == 1.0 else measured[knob, v])} for v in values]
-    analyst = sorted(paper.analyst, key=lambda r: r.index)
-    kinds, full = np.array([r.type for r in analyst]), np.array([r.full_right for r in analyst])
+    kinds = np.array([r.type for r in paper.analyst])
     accept, right = np.asarray(paper.verdict.accept), correct(paper.diagnosis, paper.batch)
     dimensions = (np.asarray(paper.batch.slice_attributes) >= 0).sum(1)
     local = np.array([c.level == "segment" for c in CAUSES])[np.asarray(paper.batch.cause)]
@@ -233,7 +247,9 @@ def _sweeps(measured: dict[tuple[str, Any], Measured]) -> dict[str, list[dict[st
             "accepted": share(right[local & (dimensions == d) & accept]),
             "rejected": share(right[local & (dimensions == d) & ~accept]),
             "ceiling_set": share(paper.ceiling[kinds == kind]),
-            "analyst": share(full[kinds == kind]),
+            "ceiling_all": share(right[local & (dimensions == d)]),
+            "analyst": _full(paper.analyst, kind),
+            "analyst_all": _full(paper.analyst_all, kind),
         }
         for d, kind in ((1, "segment_1d"), (2, "segment_2d"))
     ]

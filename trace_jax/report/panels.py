@@ -15,13 +15,12 @@ _STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #5f6b7a; } .title { font-size: 13px; font-weight: 600; fill: #1c2430; }
 .page { fill: #ffffff; } .grid { stroke: #dfe4ea; fill: none; } .curve { fill: none; stroke-width: 1.8; }
 .range { stroke-width: 1; opacity: 0.6; }
-.c0 { stroke: #1f6feb; } .c1 { stroke: #c2410c; } .c2 { stroke: #1a7f37; stroke-dasharray: 4 3; }
-.c3 { stroke: #7a3fc2; stroke-dasharray: 2 2; }
-.d0 { fill: #1f6feb; } .d1 { fill: #c2410c; } .d2 { fill: #1a7f37; } .d3 { fill: #7a3fc2; }
+.c0, .c1 { stroke: #1f6feb; } .c2, .c3 { stroke: #c2410c; } .c4 { stroke: #1a7f37; } .c1, .c3 { stroke-dasharray: 5 3; }
+.c4 { stroke-dasharray: 2 2; } .d0, .d1 { fill: #1f6feb; } .d2, .d3 { fill: #c2410c; } .d4 { fill: #1a7f37; }
 @media (prefers-color-scheme: dark) { .page { fill: #11161c; } text { fill: #9aa7b6; } .title { fill: #e6eaf0; }
 .grid { stroke: #333c47; } }
 """
-_CLASSES = 4  # curves that the style can tell apart
+_CLASSES = 5  # curves that the style can tell apart: two pairs, solid and dashed, and a dotted one
 
 Value = tuple[float, float, float]  # value and its interval
 
