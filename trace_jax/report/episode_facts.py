@@ -223,10 +223,7 @@ def _margins(record: EpisodeRecord, oracle: OracleParams) -> tuple[Margin, ...]:
     behind = np.asarray(verdict.slice_margins[i], np.float64)
     label = " & ".join(f"{a}={v}" for a, v in record.driver)
     near = [k for k in np.argsort(behind, kind="stable") if abs(behind[k]) < NOT_COMPARED and slice_name(k) != label]
-    slices = [
-        Margin("rival slice", slice_name(k), float(behind[k]), "log-likelihood", oracle.slice_gap)
-        for k in near[:RIVAL_SLICES]
-    ]
+    slices = [Margin("rival slice", slice_name(k), float(behind[k]), "log-likelihood") for k in near[:RIVAL_SLICES]]
     weakest = [sorted(group, key=lambda m: m.slack) for group in (checks, causes, slices)]
     return tuple(m for group in weakest for m in group)
 

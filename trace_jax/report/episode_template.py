@@ -81,7 +81,7 @@ Thin dashes: level of the half.</p>
 <div class="scroll"><table><tr><th>evidence {{ 'in the slice' if local_evidence else 'of the campaign' }}</th><th>change</th><th>z</th><th>wanted by the signature</th></tr>
 {% for name, change, z, wanted in evidence %}<tr><td>{{ name }}</td><td>{{ change }}</td><td>{{ z }}</td><td>{{ wanted or 'free' }}</td></tr>
 {% endfor %}</table></div>
-<p class="note">Margins, weakest first; a check passes while its margin is positive. A rival slice must be {{ gap }} log-likelihood units behind the label's; they are taken off already.</p>
+<p class="note">Margins, weakest first; a check passes while its margin is positive. A rival slice must be {{ gap }} log-likelihood units behind the label's; those are taken off.</p>
 <div class="columns">{% for heading, unit, rows in margins %}<div><h3>{{ heading }} <span class="dim">({{ unit }})</span></h3><div class="bars">
 {% for row in rows %}<span>{{ row.name }}</span><span class="value{{ '' if row.passed else ' bad' }}">{{ row.text }}</span><span><div class="bar{{ '' if row.passed else ' failed' }}" style="width: {{ row.width }}%"></div></span>
 {% endfor %}</div></div>{% endfor %}</div>

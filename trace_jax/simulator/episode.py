@@ -68,9 +68,9 @@ class Verdict:
     detectability: Float[Array, " E"]  # z of the label's weakest required signature minus its threshold
     confounder: Float[Array, " E"]  # label's z minus the strongest confounder's z
     rival_cause: Float[Array, " E"]  # smallest margin by which another cause is eliminated
-    rival_slice: Float[Array, " E"]  # log-likelihood gain of the label's slice minus the best rival slice's
+    rival_slice: Float[Array, " E"]  # smallest of slice_margins; 0 for causes without driver segments
     cause_margins: Float[Array, "E causes"]  # by which each cause is eliminated; NOT_COMPARED for the label itself
-    slice_margins: Float[Array, "E K"]  # by which each slice is eliminated; NOT_COMPARED where nothing is compared
+    slice_margins: Float[Array, "E K"]  # log-likelihood by which each slice is eliminated, or NOT_COMPARED
     # At the level of the label (slice or campaign): impressions (share of impressions in a slice, else volume
     # against the siblings), CTR, CVR, CPC, in-stock share.
     evidence_z: Float[Array, "E M"]

@@ -122,10 +122,10 @@ def verify_one(episode: EpisodeBatch, params: OracleParams) -> Verdict:
     # z of every slice in the statistic in which the cause shows first, in its direction.
     score = jnp.where(stats.testable, jnp.asarray(_SLICE_PRIMARY)[cause] @ stats.slices, 0.0)
     gain = 0.5 * jnp.maximum(score, 0.0) ** 2
-    behind = jnp.where(stats.testable & ~label, gain[k] - gain, NOT_COMPARED)
+    behind = jnp.where(stats.testable & ~label, gain[k] - gain - params.slice_gap, NOT_COMPARED)
     named = label.any() & stats.testable[k]
     slice_margins = jnp.where(segment, jnp.where(named, behind, -NOT_COMPARED), NOT_COMPARED)
-    rival_slice = jnp.where(segment, jnp.minimum(slice_margins.min(), NOT_COMPARED) - params.slice_gap, 0.0)
+    rival_slice = jnp.where(segment, slice_margins.min(), 0.0)
 
     # What the label does not explain. Segment causes: slices that share no segment with the label's; campaign and mix
     # causes: features that should have stayed flat, and for mix causes the other values of the same attribute.
