@@ -24,6 +24,7 @@ MIXES = tuple(f"mix_{a}" for a in DRIVER_ATTRIBUTES)
 # Of the campaign; "local": the strongest change of a slice that a segment cause's primary could be.
 FEATURES = ("volume", "ctr", "cvr", "cpc", "in_stock", "local", *MIXES)
 MIN_STOCK_SD = 0.005
+_PRIOR = 0.5  # added to what a segment counts (or spends) in a half, so that nothing there has a logarithm
 
 
 def _check_registry() -> None:
@@ -90,15 +91,16 @@ def _rate(num: Float[Array, "T G"], den: Float[Array, "T G"], days: tuple[Array,
     half = num.shape[0] // 2
     n1, n2, d1, d2 = num[:half].sum(0), num[half:].sum(0), den[:half].sum(0), den[half:].sum(0)
     expected = den[:half] * (n1 / jnp.maximum(d1, 1e-9))[None]
-    squares = (num[:half] - expected) ** 2 * (days[0] / jnp.maximum(days[0] - 1, 1.0))
-    beyond = jnp.maximum((squares - (expected if counts else 0.0)).sum(), 0.0)
-    variance = beyond / jnp.maximum((expected**2).sum(), 1e-9) * (1.0 / days[0] + 1.0 / days[1]) + 1e-8
-    prior = 0.5 if counts else 1e-9  # keeps the logarithm of an empty cell finite
-    change = jnp.log((n2 + prior) / jnp.maximum(d2, 1e-9)) - jnp.log((n1 + prior) / jnp.maximum(d1, 1e-9))
+    squares = ((num[:half] - expected) ** 2).sum() * (days[0] / jnp.maximum(days[0] - 1, 1.0))
+    beyond = jnp.maximum(squares - (expected.sum() if counts else 0.0), 0.0)
+    square = (expected**2).sum()
+    variation = jnp.where(square > 0, beyond / jnp.maximum(square, 1e-9), _PRIOR)
+    variance = variation * (1.0 / days[0] + 1.0 / days[1]) + 1e-8
     if counts:  # expected under no change, so that the weight of a segment does not depend on its change
         pooled = (n1 + n2) / jnp.maximum(d1 + d2, 1e-9)
-        variance = variance + 1.0 / (pooled * d1 + prior) + 1.0 / (pooled * d2 + prior)
-    seen = (d1 > 0) & (d2 > 0) & ((n1 + n2 > 0) if counts else ((n1 > 0) & (n2 > 0)))
+        variance = variance + 1.0 / (pooled * d1 + _PRIOR) + 1.0 / (pooled * d2 + _PRIOR)
+    change = jnp.log((n2 + _PRIOR) / jnp.maximum(d2, 1e-9)) - jnp.log((n1 + _PRIOR) / jnp.maximum(d1, 1e-9))
+    seen = (d1 > 0) & (d2 > 0) & (n1 + n2 > 0)
     return _Segments(change=jnp.where(seen, change, 0.0), precision=jnp.where(seen, 1.0 / variance, 0.0))
 
 
@@ -113,8 +115,8 @@ def _share(impressions: Float[Array, "T G"]) -> _Segments:
     # Residuals of sums over days are weighted by size; per unit of expectation they are those of single days.
     factor = jnp.maximum(factor * days / jnp.maximum(days - 1, 1), 1.0)
     share = (n1 + n2) / jnp.maximum(t1 + t2, 1.0)
-    variance = factor * (1.0 / (share * t1 + 0.5) + 1.0 / (share * t2 + 0.5))
-    change = jnp.log((n2 + 0.5) / jnp.maximum(t2, 1.0)) - jnp.log((n1 + 0.5) / jnp.maximum(t1, 1.0))
+    variance = factor * (1.0 / (share * t1 + _PRIOR) + 1.0 / (share * t2 + _PRIOR))
+    change = jnp.log((n2 + _PRIOR) / jnp.maximum(t2, 1.0)) - jnp.log((n1 + _PRIOR) / jnp.maximum(t1, 1.0))
     seen = n1 + n2 > 0
     return _Segments(change=jnp.where(seen, change, 0.0), precision=jnp.where(seen, 1.0 / variance, 0.0))
 

@@ -21,7 +21,8 @@ _CHANGE = """
 , z as (select k, m, ln(nb * ea / na / eb) d, v / na / na + v / na / nb w
  from h join r using (k, m) where least(na, nb, ea, eb) > 0)
 """
-_HALF = "ds > (select min(ds) + ((max(ds) - min(ds)) // 2)::int from segment_daily)"  # days may be missing
+# Second half of the window, by the middle of its first and last day: single days may be missing.
+_HALF = "ds > (select list_median([min(ds), max(ds)]) from segment_daily)"
 
 
 def overview() -> str:
@@ -32,28 +33,28 @@ def overview() -> str:
 , s as (select ds, sum(impressions) u, sum(clicks) v, sum(orders) w, sum(spend) x
  from daily_campaign where campaign_id not in (from c) group by ds)
 , m as (select '' k, ds, b, unnest(['volume', 'ctr', 'cvr', 'cpc', 'stock', 'xctr', 'xcvr', 'xcpc']) m,
- unnest([i, c, o, s, t, v, w, x]) n, unnest([coalesce(u, 1), i, c, c, 1, u, v, v]) e from d left join s using (ds)){_CHANGE}\
+ unnest([i, c, o, s, t, v, w, x]) n, unnest([coalesce(u, i / i), i, c, c, t / t, u, v, v]) e from d left join s using (ds)){_CHANGE}\
 select z.m, ((z.d - coalesce(x.d, 0)) / sqrt(z.w + coalesce(x.w, 0)))::int from z left join z x on x.m = 'x' || z.m
- where z.m[1] != 'x' order by array_position(['volume', 'ctr', 'cvr', 'cpc', 'stock'], z.m)"""
+ where z.m not like 'x%' order by array_position(['volume', 'ctr', 'cvr', 'cpc', 'stock'], z.m)"""
 
 
 _SEGMENT = ", ".join(DRIVER_ATTRIBUTES)  # two segments always differ in these
-# u: long format (segment, day, half b, metric m) of numerators n and denominators e; a: its sums by half; v: what the
-# baseline's daily residuals show, pooled over segments; w: log change d of every segment, and its precision p from what
-# the counts leave open (x) and the noise of days beyond it.
-_CHANGES = f"""with s as (select *, {_HALF} b, sum(impressions) over (partition by ds) t from segment_daily)
-, u as (select {_SEGMENT}, ds, b, unnest(['ctr', 'cvr', 'cpc', 'share']) m, unnest([.5, .5, 0, .5]) k,
+# u: long format (segment, day, half b, metric m) of numerators n and denominators e; a: its sums by half; r: the baseline's
+# daily residuals; v: noise beyond the counts, pooled over segments; w: log change d of every segment and its precision p.
+# Numbers stand in h: digits are data to the tokenizer, and a query without them is a handful of tokens.
+_CHANGES = f"""with h as (select .5 k, 1 o), s as (select *, {_HALF} b, sum(impressions) over (partition by ds) t from segment_daily)
+, u as (select {_SEGMENT}, ds, b, unnest(['ctr', 'cvr', 'cpc', 'share']) m,
  unnest([clicks, orders, spend, impressions]) n, unnest([impressions, clicks, clicks, t]) e from s)
-, a as (select {_SEGMENT}, m, k, sum(n) filter (not b) n, sum(n) filter (b) n2, sum(e) filter (not b) e, sum(e) filter (b) e2
+, a as (select {_SEGMENT}, m, sum(n) filter (not b) na, sum(n) filter (b) nb, sum(e) filter (not b) ea, sum(e) filter (b) eb
  from u group by all)
+, r as (select m, n - e * na / ea r, e * na / ea f from u join a using ({_SEGMENT}, m) where not b and ea::bool)
 , y as (select count(distinct ds) filter (not b) i, count(distinct ds) filter (b) j from s)
-, v as (select m, sum((u.n - u.e * a.n / a.e) ** 2) * any_value(i / (i - 1)) r, any_value(1 / i + 1 / j) i,
- sum(u.e * a.n / a.e) f, nullif(sum((u.e * a.n / a.e) ** 2), 0) q
- from u join a using ({_SEGMENT}, m), y where not b and a.e > 0 group by m)
-, x as (select *, ln((n2 + k) / (n + k) * e / e2) d, 1 / ((n + n2) / (e + e2) * e + .5) + 1 / ((n + n2) / (e + e2) * e2 + .5) x
- from a where least(e, e2, n + n2, n + k, n2 + k) > 0)
-, w as (select {_SEGMENT}, m, n, d, 1 / (case m when 'cpc' then coalesce(r / q, 0) * i when 'share' then greatest(r / f, 1) * x
- else coalesce(greatest(r - f, 0) / q, 0) * i + x end + 1e-8) p from x join v using (m))
+, v as (select m, sum(r * r) * any_value(i / (i - o)) r, any_value(o / i + o / j) i, sum(f) f, sum(f * f) q from r, y, h group by m)
+, x as (select *, ln((nb + k) / (na + k) * ea / eb) d, o / ((na + nb) / (ea + eb) * ea + k) + o / ((na + nb) / (ea + eb) * eb + k) x
+ from a, h where (ea * eb * (na + nb))::bool)
+, w as (select {_SEGMENT}, m, na n, d, o / (case m when 'cpc' then coalesce(r / nullif(q, k - k), k) * i
+ when 'share' then greatest(r / f, o) * x else coalesce(greatest(r - f, k - k) / nullif(q, k - k), k) * i + x end) p
+ from x join v using (m))
 """
 
 
@@ -67,8 +68,8 @@ def _slices(sets: Sequence[Sequence[str]], where: str = "") -> str:
 
 
 # z of each slice against the rest of the campaign, for slices with 20 clicks inside and outside.
-_RATES = """, z as (select k, g.m, g.n, t.n - g.n o, (g.d - (t.d - g.p * g.d) / nullif(t.p - g.p, 0))
- * sqrt(greatest(g.p * (t.p - g.p) / t.p, 0)) z from g join (select m, sum(p) p, sum(p * d) d, sum(n) n from w group by m) t using (m))
+_RATES = """, z as (select k, g.m, g.n, t.n - g.n o, (g.d - (t.d - g.p * g.d) / nullif(t.p - g.p, t.p - t.p))
+ * sqrt(greatest(g.p * (t.p - g.p) / t.p, t.p - t.p)) z from g join (select m, sum(p) p, sum(p * d) d, sum(n) n from w group by m) t using (m))
 , p as (select k, max(z) filter (m = 'ctr') ctr, max(z) filter (m = 'cvr') cvr, max(z) filter (m = 'cpc') cpc,
  max(z) filter (m = 'share') share from z group by k having min(least(n, o)) filter (m = 'ctr') >= 20)
 select k, ctr::int ctr, cvr::int cvr, cpc::int cpc, share::int share from p"""
