@@ -96,13 +96,6 @@ def matmul_peak(dtype: str, repeats: int) -> dict[str, Any]:
     return {"matmul_gflops": best, "matmul_size": at, "dtype": dtype}
 
 
-def draw_rate(shape: tuple[int, ...], repeats: int) -> float:
-    """Uniform float32 numbers a second from threefry, the generator the simulator uses, in arrays of `shape`."""
-    draw = jax.jit(lambda key: jax.random.uniform(key, shape, jnp.float32))
-    key = jax.random.key(0, impl="threefry2x32")
-    return math.prod(shape) / spread(seconds(lambda: draw(key), repeats))["median"]
-
-
 def copy_rate(repeats: int) -> float:
     """Bytes a second read and written by a plain element-wise operation on an array beyond any cache."""
     count = 2**24 if jax.default_backend() == "cpu" else 2**28

@@ -104,19 +104,19 @@ def _rate(num: Float[Array, "T G"], den: Float[Array, "T G"], days: tuple[Array,
     return _Segments(change=jnp.where(seen, change, 0.0), precision=jnp.where(seen, 1.0 / variance, 0.0))
 
 
-def _share(impressions: Float[Array, "T G"]) -> _Segments:
+def _share(impressions: Float[Array, "T G"], days: tuple[Array, Array]) -> _Segments:
     """Change of every segment's share of the impressions. The variance of a day's impressions is proportional to their
     expectation (Poisson and Dirichlet-multinomial alike), by a factor from the baseline's residuals."""
-    half, total = impressions.shape[0] // 2, impressions.sum(-1)
-    n1, n2, t1, t2 = impressions[:half].sum(0), impressions[half:].sum(0), total[:half].sum(), total[half:].sum()
-    expected = total[:half, None] * (n1 / jnp.maximum(t1, 1.0))[None]
-    days = (total[:half] > 0).sum()
-    factor = ((impressions[:half] - expected) ** 2).sum() / jnp.maximum(expected.sum(), 1.0)
-    # Residuals of sums over days are weighted by size; per unit of expectation they are those of single days.
-    factor = jnp.maximum(factor * days / jnp.maximum(days - 1, 1), 1.0)
-    share = (n1 + n2) / jnp.maximum(t1 + t2, 1.0)
-    variance = factor * (1.0 / (share * t1 + _PRIOR) + 1.0 / (share * t2 + _PRIOR))
-    change = jnp.log((n2 + _PRIOR) / jnp.maximum(t2, 1.0)) - jnp.log((n1 + _PRIOR) / jnp.maximum(t1, 1.0))
+    half = impressions.shape[0] // 2
+    n1, n2 = impressions[:half].sum(0), impressions[half:].sum(0)
+    t1, t2 = n1.sum(), n2.sum()
+    expected = impressions[:half].sum(-1)[:, None] * (n1 / jnp.maximum(t1, 1.0))[None]  # adds up to t1
+    squares = ((impressions[:half] - expected) ** 2).sum() * (days[0] / jnp.maximum(days[0] - 1, 1.0))
+    factor = jnp.maximum(squares / jnp.maximum(t1, 1.0), 1.0)
+    # In this form the compiler rounds alike on one device and on many (tests/test_simulator_devices.py).
+    share = t1 / jnp.maximum(t1 + t2, 1.0)
+    variance = factor * (1.0 / ((n1 + n2) * share + _PRIOR) + 1.0 / ((n1 + n2) * (1.0 - share) + _PRIOR))
+    change = jnp.log(n2 + _PRIOR) - jnp.log(n1 + _PRIOR) - jnp.log(jnp.maximum(t2, 1.0) / jnp.maximum(t1, 1.0))
     seen = n1 + n2 > 0
     return _Segments(change=jnp.where(seen, change, 0.0), precision=jnp.where(seen, 1.0 / variance, 0.0))
 
@@ -160,7 +160,7 @@ def statistics(episode: EpisodeBatch, min_events: float) -> Statistics:
         _rate(clicks, impressions, days, True),
         _rate(orders, clicks, days, True),
         _rate(spend, clicks, days, False),
-        _share(impressions),
+        _share(impressions, days),
     ]
     z, change = _contrast(segments, weight)
     c = clicks[:half].sum(0) @ weight

@@ -142,10 +142,10 @@ def simulate(
         indices: [E], E a multiple of `rows_multiple(devices)`; causes and dimensions likewise.
         devices: default: all of this process; the rows are split over them and the result is the same.
     Raises:
-        ValueError: the key is of a generator whose draws change under vmap (case 21 of the data cases).
+        ConfigError: the key is of a generator whose draws change under vmap (case 21 of the data cases).
     """
-    if jax.random.key_impl(key) != "threefry2x32":
-        raise ValueError(f"simulate needs a threefry2x32 key, not {jax.random.key_impl(key)}: see stream_key")
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        raise ConfigError(f"simulate needs a threefry2x32 key, not {jax.random.key_impl(key)}: see stream_key")
     program = _program(tuple(devices or jax.local_devices()), days, segments, siblings, rng)
     return program(key, params, oracle, indices, causes, dimensions)
 
