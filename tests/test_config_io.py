@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -226,3 +227,32 @@ def test_a_policy_far_beyond_the_memory_is_refused_at_start():
     message = refusal(config_io.load, None, huge)
     assert "billion parameters" in message and "lower `policy.layers`" in message
     config_io.load(None, [*huge, ("mesh.fsdp", "8192")])  # that many devices share it
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "example"),
+    [
+        ("simulator.onset", "abc", "[1, 1, 1]"),
+        ("simulator.onset", "{1: 1}", "[1, 1, 1]"),
+        ("data.curriculum", "easy", "[easy, hard]"),
+        ("data.curriculum", "", "[easy, hard]"),
+    ],
+)
+def test_a_list_is_asked_for_where_one_belongs(name, value, example):
+    with pytest.raises(ConfigError, match=f"`{name}` in .* takes a list, e.g. {re.escape(example)}"):
+        config_io.load(None, [(name, value)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("simulator.onset", "[1, 2]", "give three weights, of immediate, delayed and ramp"),
+        ("simulator.onset", "[0, 0, 0]", "give three weights up to"),
+        ("simulator.onset", "[1, -1, 1]", "give three weights up to"),
+        ("data.curriculum", "[easy, nonsense]", "`nonsense`: choose from easy, paper, hard"),
+        ("simulator.difficulty", "brutal", "choose one of easy, paper, hard"),
+    ],
+)
+def test_difficulty_is_checked(name, value, message):
+    with pytest.raises(ConfigError, match=message):
+        config_io.load(None, [(name, value)])

@@ -320,6 +320,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     argv = list(argv)
     warnings.formatwarning = lambda message, *_, **__: f"warning: {_one_line(message)}\n"
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: what would be said there is lost, the work is not
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows `?` for what it lacks
     try:
@@ -333,7 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Interrupted as stop:
         again = [*argv, *(["--resume"] if _command(argv) == "simulate" and "--resume" not in argv else [])]
-        print(f"interrupted; continue with: {stop.resume or shlex.join(['trace-jax', *again])}", file=sys.stderr)
+        verb = "continue" if _command(argv) in (*_TRAINING, "simulate") else "start again"
+        print(f"interrupted; {verb} with: {stop.resume or shlex.join(['trace-jax', *again])}", file=sys.stderr)
         return stop.status
     except KeyboardInterrupt:
         print(f"interrupted; start again with: {shlex.join(['trace-jax', *argv])}", file=sys.stderr)

@@ -119,14 +119,20 @@ def convert(value: Any, kind: Any, name: str, where: str) -> Any:
         return convert(value, kind, name, where)
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(convert(v, args[0], f"{name}[{i}]", where) for i, v in enumerate(value))
+    if origin is tuple:
+        example = "[1, 1, 1]" if args[0] is float else "[easy, hard]" if args[0] is str else "[1, 2]"
+        raise ConfigError(f"`{name}` in {where} takes a list, e.g. {example}, not {_got(value)}")
     if kind is float:
         number = _to_float(value)
         if number is not None:
             return number
     elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    got = "nothing" if value is None else f"`{shown(value)}`"
-    raise ConfigError(f"`{name}` in {where} takes {_show(kind)}, not {got}")
+    raise ConfigError(f"`{name}` in {where} takes {_show(kind)}, not {_got(value)}")
+
+
+def _got(value: Any) -> str:
+    return "nothing" if value is None else f"`{shown(value)}`"
 
 
 def _to_float(value: Any) -> float | None:

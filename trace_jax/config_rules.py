@@ -198,8 +198,8 @@ def _combinations(c: RunConfig) -> None:
         "stages): lower it or raise `data.train`",
     )
     _refuse(
-        min(c.simulator.onset) < 0 or max(c.simulator.onset) <= 0 or max(c.simulator.onset) > 1e6,
-        f"`simulator.onset` is {shown(list(c.simulator.onset))}: three weights between 0 and 1e6, not all 0",
+        min(c.simulator.onset) < 0 or not 1e-6 <= max(c.simulator.onset) <= 1e6,
+        f"`simulator.onset` is {shown(list(c.simulator.onset))}: give three weights up to 1e6, the largest above 1e-6",
     )
     _refuse(
         c.mesh.data != -1 and not 1 <= c.mesh.data <= 65536,

@@ -7,7 +7,6 @@ shared one, say little; the share of what the machine can do at that moment says
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
 import platform
 import statistics

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 import platform
 from collections import Counter
 from collections.abc import Callable
@@ -91,6 +92,8 @@ def certify(config: RunConfig, out: Path, episodes: int = EPISODES) -> dict[str,
         raise ConfigError(f"--episodes {episodes}: use {SMALLEST} or more, so that every cause is proposed")
     with files.disk(out, "choose another directory with --out"):
         out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise ConfigError(f"cannot write to {out}: choose another directory with --out")
     scored = episodes // SHARE
     points = _points(base)
     progress, measured = Progress(), {}

@@ -25,6 +25,7 @@ from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.report import episode as page
 from trace_jax.report.episode_facts import Facts, facts
+from trace_jax.report.target import check_target
 from trace_jax.simulator.accepted import CHUNK, accepted_chunks
 from trace_jax.simulator.causes import CAUSE_NAMES, LEVELS
 from trace_jax.simulator.identity import INDEX_LIMIT
@@ -71,7 +72,7 @@ def inspect(
     if wanted is None and not 0 <= index < size:
         raise ConfigError(f"--index {index}: {split} has episodes 0 to {size - 1}")
     if out is not None:
-        page.check_target(out)
+        check_target(out)
     _keep_programs()
     record = episode_of(config, split, index) if wanted is None else proposal_of(config, split, wanted)
     found, question = facts(record), user_prompt(record, config.environment.prompt)
@@ -80,7 +81,10 @@ def inspect(
         if wanted is None
         else f"{split}, {wanted.cause}/{wanted.dimensions}, proposal {wanted.index}"
     )
+    # The page first: whoever reads the text may stop in the middle.
+    written = None if out is None else page.write(out, found, title, question)
     console = Console(file=sys.stdout)
+    console.on_broken_pipe = _broken_pipe
     for line in inspect_text.lines(found, f"{title}: campaign {record.campaign_id}", question):
         text = Text(line)
         text.stylize("bold", 0, len(line) - len(line[12:]) if line[:1].strip() else 0)
@@ -90,10 +94,14 @@ def inspect(
             console.print(_table(name, table))
         for name, table in record.hidden().items():
             console.print(_table(f"{name} (hidden)", table))
-    written = None if out is None else page.write(out, found, title, question)
     if written is not None:
         console.print(Text(f"page        {written}"), soft_wrap=True)
     return _summary(found, split, index if wanted is None else wanted.index, question, written)
+
+
+def _broken_pipe() -> None:
+    """rich would end the program with status 1; the command line knows what a closed pipe means."""
+    raise BrokenPipeError
 
 
 def _keep_programs() -> None:

@@ -47,7 +47,7 @@ class Interrupt:
     def _receive(self, number: int, frame) -> None:
         if self.signal is None:
             self.signal = number
-            os.write(2, b"\nstopping after this step and saving; once more aborts at once\n")
+            os.write(2, b"\nstopping after this step; once more aborts at once\n")
             return
         # Checkpoints are written beside and renamed, so ending here loses at most the steps since the last one.
         os.write(2, b"\naborted\n")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import sys
 import time
 from collections.abc import Iterator
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -63,11 +66,33 @@ class Bar:
             self._rich.stop()
 
 
+class _Quiet(io.TextIOBase):
+    """A stream that drops what its own stream can no longer take: nobody watching is no reason to stop working."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
 class Progress:
     """Where the recipes report to. `interval`: seconds between plain lines when stderr is not a terminal."""
 
     def __init__(self, console: Console | None = None, interval: float = 10.0):
-        self.console = console or Console(stderr=True)
+        self.console = console or Console(file=_Quiet(sys.stderr))
         self.interval = interval
 
     @contextlib.contextmanager

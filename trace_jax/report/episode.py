@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import jinja2
 import numpy as np
 import pyarrow as pa
 
-from trace_jax.config import ConfigError
 from trace_jax.environments.ads.decompose import RATIOS, deviation
 from trace_jax.report.episode_chart import Curve, Days, series_chart
 from trace_jax.report.episode_facts import Facts, Margin
 from trace_jax.report.episode_template import PAGE
+from trace_jax.report.target import put
 from trace_jax.simulator.causes import CAUSES, NO_SIGNAL
 from trace_jax.simulator.oracle import OracleParams
 
@@ -36,46 +35,13 @@ _SHARES = ("share", "ctr", "cvr", "in_stock")
 _HEADINGS = {"check": "Checks of the label", "rival cause": "Rival causes", "rival slice": "Nearest rival slices"}
 
 
-def check_target(out: Path) -> None:
-    """Refuse, before the work, a page that could not be written.
-
-    Raises:
-        ConfigError: `out` is a directory, or its directory cannot be made or written to.
-    """
-    if out.is_dir():
-        raise ConfigError(f"--out {out} is a directory: name a file, e.g. {out / 'episode.html'}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {out}: {(error.strerror or str(error)).lower()}; choose another --out"
-        ) from None
-    if not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"cannot write {out}: no permission in {out.parent}; choose another --out")
-
-
-def _unwritable(out: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot write {out}: {(error.strerror or str(error)).lower()}; choose another --out")
-
-
 def write(out: Path, facts: Facts, title: str, question: str) -> Path:
     """Build the page and put it in place in one step.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    check_target(out)
-    page = build(facts, title, question)
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, out)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(
-            f"cannot write {out}: {(error.strerror or str(error)).lower()}; choose another --out"
-        ) from None
-    return out
+    return put(out, build(facts, title, question))
 
 
 def build(facts: Facts, title: str, question: str) -> str:

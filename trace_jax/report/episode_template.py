@@ -5,6 +5,7 @@ PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="trace-jax">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ title }} - trace-jax</title>
 <style>

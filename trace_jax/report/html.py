@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from trace_jax.evaluation import metrics, store, table
 from trace_jax.policy.chat import CONTROL, NanoChat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.report import svg
+from trace_jax.report.target import check_target, put
 from trace_jax.report.template import PAGE
 from trace_jax.rollout.trajectory import Trajectory, read_parquet
 from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES
@@ -36,14 +36,8 @@ def write(run_dir: str | Path, out: str | Path | None = None) -> Path:
         ConfigError: `run_dir` is no run directory, one of its files is broken, or the page cannot be written.
     """
     target = Path(out) if out is not None else Path(run_dir) / "report.html"
-    page = build(run_dir)
-    partial = target.with_name(target.name + ".partial")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, target)
-    except OSError as e:
-        raise ConfigError(f"cannot write {target}: {e.strerror or e}; choose another --out") from e
-    return target
+    check_target(target, ours=out is None)
+    return put(target, build(run_dir), ours=out is None)
 
 
 def build(run_dir: str | Path) -> str:

@@ -74,4 +74,5 @@ class Verdict:
     # At the level of the label (slice or campaign): impressions (share of impressions in a slice, else volume
     # against the siblings), CTR, CVR, CPC, in-stock share.
     evidence_z: Float[Array, "E M"]
-    evidence_change: Float[Array, "E M"]  # natural-log change of the same
+    # Natural-log change of the same: of a slice against the rest of the campaign, of a campaign against its siblings.
+    evidence_change: Float[Array, "E M"]

@@ -55,7 +55,9 @@ def onset_shape(
     """Share of the full effect by day, profile code and first affected day; zero over the whole baseline."""
     half = days // 2
     ramp, delayed = PROFILES.index("ramp"), PROFILES.index("delayed")
-    profile = jnp.argmax(jnp.log(jnp.maximum(jnp.stack(params.onset), 1e-9)) + tape.gumbel((len(PROFILES),)))
+    weights = jnp.stack(params.onset)
+    weights = weights / jnp.maximum(weights.max(), 1e-30)
+    profile = jnp.argmax(jnp.log(jnp.maximum(weights, 1e-9)) + tape.gumbel((len(PROFILES),)))
     profile = jnp.where(gradual & (profile == PROFILES.index("immediate")), ramp, profile).astype(jnp.int32)
     delay = jnp.round(tape.between(params.delay) * (days - half)).astype(jnp.int32)
     onset = half + jnp.where(profile == delayed, delay, 0)

@@ -60,7 +60,7 @@ class Statistics:
     campaign: Float[Array, " F"]  # z by FEATURES
     campaign_change: Float[Array, " 5"]  # log change of volume, CTR, CVR, CPC (against siblings), in-stock
     slices: Float[Array, "4 K"]  # z of slice against rest by SLICE_FEATURES; share: of its share of impressions
-    change: Float[Array, "4 K"]  # log change inside the slice, same order
+    change: Float[Array, "4 K"]  # log change inside the slice minus that of the rest, same order
     testable: Bool[Array, " K"]  # enough events inside and outside
 
 
@@ -124,18 +124,18 @@ def _share(impressions: Float[Array, "T G"], days: tuple[Array, Array]) -> _Segm
 def _contrast(
     segments: list[_Segments], weight: Float[Array, "G K"]
 ) -> tuple[Float[Array, "M K"], Float[Array, "M K"]]:
-    """z of the change inside each slice against the rest of the campaign, and the change inside. Half the square of z
-    is the log-likelihood that a change confined to the slice gains over one that all segments share."""
+    """z of the change inside each slice against the rest of the campaign, and that difference itself (log). Half the
+    square of z is the log-likelihood that a change confined to the slice gains over one that all segments share."""
     precision = jnp.stack([s.precision for s in segments])
     moved = jnp.stack([s.precision * s.change for s in segments])
     sums = jnp.concatenate([precision, moved]) @ weight
     inside, inside_moved = jnp.split(sums, 2)
     outside, outside_moved = precision.sum(-1)[:, None] - inside, moved.sum(-1)[:, None] - inside_moved
-    mean = inside_moved / jnp.maximum(inside, 1e-9)
-    gap = mean - outside_moved / jnp.maximum(outside, 1e-9)
+    gap = inside_moved / jnp.maximum(inside, 1e-9) - outside_moved / jnp.maximum(outside, 1e-9)
     information = inside * outside / jnp.maximum(inside + outside, 1e-9)
     known = (inside > 1e-6) & (outside > 1e-6)
-    return jnp.where(known, gap * jnp.sqrt(jnp.maximum(information, 0.0)), 0.0), mean
+    gap = jnp.where(known, gap, 0.0)
+    return gap * jnp.sqrt(jnp.maximum(information, 0.0)), gap
 
 
 def _against(inside: tuple[Array, Array], outside: tuple[Array, Array]) -> Array:
