@@ -5,6 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from trace_jax.config import DataConfig, RunConfig, SimulatorConfig
+from trace_jax.simulator.accepted import accepted_episodes, balanced_composition
+from trace_jax.simulator.causes import CAUSE_NAMES, SEGMENT_CAUSES
 from trace_jax.warehouse import dataset, materialize, splits
 
 
@@ -30,3 +32,16 @@ def test_only_accepted_episodes_are_materialised(tmp_path, monkeypatch):
         own = {record.campaign_id for record in episodes}
         siblings = {materialize.campaign_name(c) for c in episodes.batch.sibling_id.reshape(-1)}
         assert names == (own | siblings if table == "visible/daily_campaign" else own)
+
+
+def test_accepted_episodes_have_passed_every_check_that_is_listed():
+    """All strata: what `gt_validation` says of an accepted episode agrees with its acceptance."""
+    composition = balanced_composition(len(balanced_composition(10**6)))
+    batch, verdict = accepted_episodes(SimulatorConfig(batch=64), 5, "checks", composition)
+    assert set(batch.cause.tolist()) == set(range(len(CAUSE_NAMES)))
+    rows = materialize.hidden_chunk(batch, verdict, np.arange(len(batch.cause)))["gt_validation"].to_pylist()
+    assert [row for row in rows if not row["passed"]] == []
+    segment = {materialize.campaign_name(i) for i, c in zip(batch.campaign_id, batch.cause, strict=True)
+               if CAUSE_NAMES[c] in SEGMENT_CAUSES}  # fmt: skip
+    assert {row["campaign_id"] for row in rows if row["check_name"].startswith("rival_slice")} == segment
+    assert len({row["campaign_id"] for row in rows}) == len(batch.cause) > len(segment)

@@ -10,16 +10,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers_dataset import SETTINGS, contents, write_parts
 from helpers_episodes import fake_set
 
 from trace_jax.config import ConfigError
-from trace_jax.simulator.accepted import Place
 from trace_jax.simulator.causes import CAUSE_NAMES
 from trace_jax.warehouse import dataset
-from trace_jax.warehouse.dataset import Writer, read, write
+from trace_jax.warehouse.dataset import read, write
 from trace_jax.warehouse.schema import COLUMNS, GRAIN, HIDDEN_TABLES, VISIBLE_TABLES
-
-SETTINGS = {"seed": 7, "simulator": {"difficulty": "paper"}, "params": {"noise": 0.5, "table": [[0.25] * 40]}}
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +27,6 @@ def episodes():
 
 def same(a, b):
     return all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
-
-
-def write_parts(root, episodes, *, upto=3, resume=False, settings=SETTINGS, finish=True, size=4):
-    """A data set of parts of `size` episodes, as `trace-jax simulate` writes it."""
-    wanted = {"test": episodes.composition()}
-    with Writer(root, settings, wanted, resume) as writer:
-        start = writer.place("test").chunk if writer.place("test") else 0
-        for number in range(start, upto):
-            part = episodes.slice(number * size, (number + 1) * size)
-            taken = tuple(range(number, number + len(wanted["test"])))
-            place = Place(number + 1, taken, tuple(2 * n + 1 for n in taken))
-            writer.append("test", part.batch, part.verdict, number, place)
-        return writer.finish() if finish else start
-
-
-def contents(root):
-    return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
 def test_files_and_manifest(tmp_path, episodes):
@@ -107,51 +88,6 @@ def test_more_ids_than_a_small_index_counts(tmp_path):
     assert len(set(campaigns.to_pylist())) == 450
 
 
-def test_an_interrupted_set_continues_to_the_same_bytes(tmp_path, episodes):
-    write_parts(tmp_path / "whole", episodes)
-    assert write_parts(tmp_path / "d", episodes, upto=2, finish=False) == 0
-    assert not (tmp_path / "d/manifest.json").exists()
-    with pytest.raises(ConfigError, match="unfinished: continue it with"):
-        read(tmp_path / "d")
-    # A third part was being written, and its line in the log was cut short.
-    half = tmp_path / "d/test/visible/inventory/part-00002.parquet"
-    half.write_bytes(b"PAR1")
-    with open(tmp_path / "d/unfinished.jsonl", "a") as log:
-        log.write('{"split": "test", "chu')
-    assert write_parts(tmp_path / "d", episodes, upto=2, resume=True, finish=False) == 2
-    write_parts(tmp_path / "d", episodes, resume=True)
-    assert contents(tmp_path / "d") == contents(tmp_path / "whole")
-
-
-def test_what_is_there_is_not_overwritten(tmp_path, episodes):
-    root = tmp_path / "d"
-    write_parts(root, episodes, upto=1, finish=False)
-    before = contents(root)
-    for options, message in (
-        ({}, "unfinished data set: continue it with --resume, remove it"),
-        ({"resume": True, "settings": {**SETTINGS, "seed": 8}}, "of other settings or another version: remove it"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            write_parts(root, episodes, **options)
-    assert contents(root) == before
-    altered = root / "test/hidden/gt_episode/part-00000.parquet"
-    altered.write_bytes(b"")
-    with pytest.raises(ConfigError, match="part-00000.parquet is missing or altered: remove"):
-        write_parts(root, episodes, resume=True)
-    write_parts(tmp_path / "e", episodes)
-    with pytest.raises(ConfigError, match="already holds a data set"):
-        write_parts(tmp_path / "e", episodes, resume=True)
-    (tmp_path / "g").mkdir()
-    (tmp_path / "g/README.md").write_text("mine")
-    for resume in (False, True):
-        with pytest.raises(ConfigError, match="is not empty: choose a new or an empty directory"):
-            write_parts(tmp_path / "g", episodes, resume=resume)
-    assert contents(tmp_path / "g") == {"README.md": b"mine"}
-    (tmp_path / "f").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
-        write_parts(tmp_path / "f", episodes)
-
-
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_a_full_disk_is_one_line_and_leaves_no_half_set(tmp_path, episodes, monkeypatch, broken):
     """Whichever part fails; later ones that are written at the same time do not count."""
@@ -198,6 +134,25 @@ def test_damaged_data_sets_are_one_clear_error(tmp_path, episodes, damage):
 def test_shared_campaigns_are_refused(tmp_path, episodes):
     with pytest.raises(ConfigError, match="is in train and in test"):
         write(tmp_path / "d", {"train": episodes.slice(0, 3), "test": episodes.slice(2, 5)})
+
+
+def test_campaigns_without_siblings(tmp_path):
+    alone = fake_set(5, siblings=0)
+    write(tmp_path / "d", {"test": alone})
+    restored = read(tmp_path / "d")["test"]
+    assert same((alone.batch, alone.verdict), (restored.batch, restored.verdict))
+    assert restored.batch.sibling_clicks.shape == (5, 0, 8)
+    names = pq.read_table(tmp_path / "d/test/visible/daily_campaign/part-00000.parquet")["campaign_id"].to_pylist()
+    assert set(names) == {record.campaign_id for record in alone}
+
+
+def test_faults_of_a_library_are_no_faults_of_the_disk(tmp_path, episodes, monkeypatch):
+    def fail(*args, **options):
+        raise OSError("Invalid FIXED_LEN_BYTE_ARRAY length: 0")  # as Arrow raises it: without a number
+
+    monkeypatch.setattr(dataset.pq, "write_table", fail)
+    with pytest.raises(OSError, match="FIXED_LEN"):
+        write_parts(tmp_path / "d", episodes)
 
 
 def test_bytes_do_not_depend_on_how_many_parts_are_written_at_once(tmp_path, episodes, monkeypatch):

@@ -163,7 +163,12 @@ def _parser() -> argparse.ArgumentParser:
             p.add_argument("--out", type=Path, default=Path("data"), metavar="DIR", help="default: data")
             p.add_argument("--episodes", type=int, metavar="N", help="one split of N episodes instead of data.*")
             p.add_argument("--seed", dest="data_seed", metavar="S", help="same as --data.seed")
-            p.add_argument("--difficulty", metavar="LEVEL", help="easy, paper or hard; same as --simulator.difficulty")
+            p.add_argument(
+                "--difficulty",
+                dest="simulator_difficulty",
+                metavar="LEVEL",
+                help="easy, paper or hard; same as --simulator.difficulty",
+            )
             p.add_argument("--composition", default="paper", choices=("paper", "balanced"), help="mix of causes")
             p.add_argument("--split", action="append", choices=SPLITS, help="only this split (may be repeated)")
             p.add_argument("--resume", action="store_true", help="continue the data set in --out where it stopped")
@@ -242,11 +247,14 @@ def _run(argv: Sequence[str]) -> int:
     if args.command is None:
         parser.print_help()
         return 2
-    short = (("data.seed", "data_seed"), ("simulator.difficulty", "difficulty"))
-    overrides += [(field, getattr(args, flag)) for field, flag in short if getattr(args, flag, None) is not None]
+    overrides += _short(args, overrides)
     config = _config(args, overrides)
     if getattr(args, "dry_run", False):
-        if args.command != "simulate":
+        if args.command == "simulate":
+            from trace_jax.recipes import simulate
+
+            simulate.check(args.split or (), args.episodes)
+        else:
             from trace_jax.recipes import train
 
             train.check(config)
@@ -258,6 +266,20 @@ def _run(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(result), flush=True)
     return 0
+
+
+def _short(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The fields that `simulate` has short flags for. ConfigError if the field itself is given another value."""
+    found = []
+    for flag, field in (("seed", "data.seed"), ("difficulty", "simulator.difficulty")):
+        value = getattr(args, field.replace(".", "_"), None)
+        if value is None:
+            continue
+        other = dict(overrides).get(field, value)
+        if other != value:
+            raise ConfigError(f"--{flag} {value} and --{field} {other} are the same setting: leave one out")
+        found.append((field, value))
+    return found
 
 
 def _config(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> RunConfig:

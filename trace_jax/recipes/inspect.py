@@ -31,7 +31,7 @@ from trace_jax.simulator.causes import CAUSE_NAMES, LEVELS
 from trace_jax.simulator.identity import INDEX_LIMIT
 from trace_jax.simulator.stream import composition_for, propose
 from trace_jax.warehouse.materialize import SUMMARY_CHECKS
-from trace_jax.warehouse.splits import EpisodeRecord
+from trace_jax.warehouse.splits import EpisodeRecord, stages_of
 
 SHOWN_ROWS = 6  # of each table
 DIMENSIONS = {"campaign": (0,), "mix": (1,), "segment": (1, 2), "none": (0,)}  # of a cause's slice, by level
@@ -142,20 +142,23 @@ def _proposal(cause: str | None, dimensions: int | None, proposal: int | None, i
 
 
 def episode_of(config: RunConfig, split: str, index: int) -> EpisodeRecord:
-    """Episode `index` of a split, as `splits.load_split` has it; only the chunks up to its own are simulated."""
-    size = getattr(config.data, split)
-    upto = min(size, (index // CHUNK + 1) * CHUNK)
-    composition = composition_for(config.simulator, size)
+    """Episode `index` of a split, as `splits.load_split` has it; of its stage, only the chunks up to its own are
+    simulated."""
+    stage = next(s for s in stages_of(config, split, getattr(config.data, split)) if index < s.stop)
+    number, position = divmod(index - stage.start, CHUNK)
+    upto = min(stage.size, (number + 1) * CHUNK)
+    composition = composition_for(stage.simulator, stage.size)
     with Interrupt() as interrupt, Progress().bar(split, upto) as bar:
 
         def report(done: int, _: int) -> None:
             bar.update(min(done, upto))
             interrupt.check()
 
-        for part in accepted_chunks(config.simulator, config.data.seed, split, composition, on_progress=report):
-            if part.number == index // CHUNK:
-                return EpisodeRecord(index, split, part.batch, part.verdict, index % CHUNK)
-    raise AssertionError("the composition has as many episodes as the split")
+        chunks = accepted_chunks(stage.simulator, config.data.seed, stage.stream, composition, on_progress=report)
+        for part in chunks:
+            if part.number == number:
+                return EpisodeRecord(index, split, part.batch, part.verdict, position)
+    raise AssertionError("the composition has as many episodes as the stage")
 
 
 def proposal_of(config: RunConfig, split: str, proposal: Proposal) -> EpisodeRecord:

@@ -190,5 +190,6 @@ def _give_up(strata: list, target: np.ndarray, found: np.ndarray, proposed: np.n
         i = int(hopeless[0])
         raise ConfigError(
             f"simulator: only {found[i]} of {target[i]} {strata[i][0]} episodes with {strata[i][1]} slice attributes "
-            f"were accepted in {proposed[i]} proposals; use more days or segments"
+            f"were accepted in {proposed[i]} proposals; use more days or segments, raise simulator.strength, lower "
+            "simulator.noise or choose an easier simulator.difficulty"
         )

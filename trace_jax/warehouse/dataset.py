@@ -8,7 +8,7 @@
 
 A chunk is one part of each table, so a set of any size takes the memory of a few chunks. The rows of a part are sorted
 by campaign id, and the order of the set is only in `episodes`. The manifest comes last: a directory with one is
-complete. Until then `unfinished.jsonl` lists the chunks that are on disk.
+complete. Until then `unfinished.jsonl` (`warehouse.dataset_log`) lists the chunks that are on disk.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from trace_jax.config import ConfigError
 from trace_jax.simulator.accepted import CHUNK, Place
 from trace_jax.simulator.episode import EpisodeBatch, Verdict
 from trace_jax.warehouse import dataset_card, files, materialize
+from trace_jax.warehouse.dataset_log import LOG, Log, part_name
 from trace_jax.warehouse.splits import EpisodeSet, check_disjoint, fields_of, from_fields
 
 FORMAT = 2
-MANIFEST, LOG, CARD = "manifest.json", "unfinished.jsonl", "README.md"
+MANIFEST, CARD = "manifest.json", "README.md"
 ROW_GROUP = 1 << 17  # rows; fixed, so that bytes depend on the content alone
 _CONTINUE = "free space and continue with --resume"
 _WORKERS = min(4, os.cpu_count() or 1)  # chunks that are written while others are simulated
@@ -44,11 +45,11 @@ class Writer:
     Args:
         directory: made if it does not exist.
         settings: whatever determines the content; a set is only continued under the same ones.
-        wanted: episodes of each split, by "CAUSE/dimensions".
+        wanted: episodes of each split, by "CAUSE/dimensions", or "CAUSE/dimensions/stage" where it has stages.
         resume: continue what an interrupted writer left there.
     Raises:
         ConfigError: the directory holds a data set, an unfinished one (without `resume`, or of other settings or
-            damaged), or cannot be written.
+            damaged), is being written by another process, or cannot be written.
     """
 
     def __init__(
@@ -58,48 +59,20 @@ class Writer:
         wanted: Mapping[str, Mapping[str, int]],
         resume: bool = False,
     ):
-        self.root = Path(directory)
+        self.root = root = Path(directory)
         header = {"format": FORMAT, "settings": dict(settings), "splits": {k: dict(v) for k, v in wanted.items()}}
-        self._header = json.loads(json.dumps(header))  # as it comes back from the log
-        self._done: dict[str, list[dict[str, Any]]] = {name: [] for name in wanted}
         self._pending: deque[Future] = deque()
-        if self.root.exists() and not self.root.is_dir():
-            raise ConfigError(f"{self.root} is a file: choose a directory")
-        if (self.root / MANIFEST).exists():
-            raise ConfigError(f"{self.root} already holds a data set: remove it or choose another directory")
-        with files.disk(self.root):
-            if (self.root / LOG).exists():
-                if not resume:
-                    raise ConfigError(
-                        f"{self.root} holds an unfinished data set: continue it with --resume, remove it or choose "
-                        "another directory"
-                    )
-                self._restore()
-            elif self.root.exists() and any(self.root.iterdir()):  # its README.md may be somebody's
-                raise ConfigError(f"{self.root} is not empty: choose a new or an empty directory")
-            self.root.mkdir(parents=True, exist_ok=True)
-            lines = [self._header, *(entry for entries in self._done.values() for entry in entries)]
-            files.replace(self.root / LOG, "".join(json.dumps(x) + "\n" for x in lines).encode())
+        if root.exists() and not root.is_dir():
+            raise ConfigError(f"{root} is a file: choose a directory")
+        if (root / MANIFEST).exists():
+            raise ConfigError(f"{root} already holds a data set: remove it or choose another directory")
+        with files.disk(root):
+            if root.exists() and not (root / LOG).exists() and any(root.iterdir()):  # its README.md may be somebody's
+                raise ConfigError(f"{root} is not empty: choose a new or an empty directory")
+            root.mkdir(parents=True, exist_ok=True)
+            self._log = Log(root, header, resume)
+        self._done = self._log.done
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="dataset")
-
-    def _restore(self) -> None:
-        """Reads the log of an interrupted writer; a line that was cut short does not count."""
-        lines = []
-        for line in (self.root / LOG).read_text().splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-        if not lines or lines[0] != self._header:
-            raise ConfigError(
-                f"{self.root} holds an unfinished data set of other settings or another version: remove it or choose "
-                "another directory"
-            )
-        for entry in lines[1:]:
-            for name, digest in entry["sha256"].items():
-                if not (self.root / name).exists() or files.sha256(self.root / name) != digest:
-                    raise ConfigError(f"{self.root / name} is missing or altered: remove {self.root} and start again")
-            self._done[entry["split"]].append(entry)
 
     def place(self, split: str) -> Place | None:
         """Where the stream of a split goes on; None at its beginning."""
@@ -116,7 +89,7 @@ class Writer:
         """Hand over chunk `number` of a split, to be written while the next is simulated. Waits when several are being
         written already, which bounds the memory. ConfigError if an earlier one could not be written."""
         while len(self._pending) >= _WORKERS:
-            self._log(self._pending.popleft())
+            self._note(self._pending.popleft())
         self._pending.append(self._pool.submit(self._write, split, batch, verdict, number, place))
 
     def _write(self, split: str, batch: EpisodeBatch, verdict: Verdict, number: int, place: Place | None) -> dict:
@@ -124,54 +97,70 @@ class Writer:
         by_name = np.argsort(names)
         digests: dict[str, str] = {}
 
-        def store(part: str, name: str, table: pa.Table) -> None:
-            target = self.root / split / part / name / f"part-{number:05d}.parquet"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            digests[target.relative_to(self.root).as_posix()] = files.replace(target, _parquet(table))
+        def store(tables: Mapping[str, pa.Table]) -> None:
+            for table, content in tables.items():
+                name = part_name(split, table, number)
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                digests[name] = files.replace(self.root / name, _parquet(content))
 
-        for name, table in materialize.visible_chunk(batch, by_name).items():
-            store("visible", name, table)
-        for name, table in materialize.hidden_chunk(batch, verdict, by_name).items():
-            store("hidden", name, table)
-        store("hidden", "episodes", _arrays_table(batch, verdict))
+        store(materialize.visible_chunk(batch, by_name))
+        store(materialize.hidden_chunk(batch, verdict, by_name))
+        store({"episodes": _arrays_table(batch, verdict)})
         entry = {"split": split, "chunk": number, "episodes": len(names), "sha256": digests}
         return entry | ({"accepted": place.accepted, "proposed": place.proposed} if place else {})
 
-    def _log(self, job: Future) -> None:
+    def _note(self, job: Future) -> None:
+        """Waits for a chunk to be on disk and logs it."""
         with files.disk(self.root, _CONTINUE):
             try:
-                entry = job.result()
-                with open(self.root / LOG, "a") as log:
-                    log.write(json.dumps(entry) + "\n")
+                self._log.add(job.result())
             except BaseException:
                 self._pending.clear()  # a chunk does not count without those before it
                 raise
-        self._done[entry["split"]].append(entry)
 
     def finish(self) -> dict[str, Any]:
-        """Writes the card and, last, the manifest, which is returned. ConfigError if something cannot be written."""
+        """Writes the card and, last, the manifest, which is returned.
+
+        Raises:
+            ConfigError: something cannot be written, or the chunks are not those of the composition.
+        """
         while self._pending:
-            self._log(self._pending.popleft())
+            self._note(self._pending.popleft())
+        header = self._log.header
+        for name, wanted in header["splits"].items():
+            self._check_whole(name, wanted)
         digests = {n: d for entries in self._done.values() for e in entries for n, d in e["sha256"].items()}
         manifest = {
             "format": FORMAT,
-            "settings": self._header["settings"],
+            "settings": header["settings"],
             "splits": {
                 name: {
                     "episodes": self.episodes(name),
                     "parts": len(self._done[name]),
-                    "composition": wanted,
+                    "composition": _by_stratum(wanted),
                     **_acceptance(wanted, self._done[name]),
                 }
-                for name, wanted in self._header["splits"].items()
+                for name, wanted in header["splits"].items()
             },
         }
         with files.disk(self.root, _CONTINUE):
             digests[CARD] = files.replace(self.root / CARD, dataset_card.card(manifest).encode())
             manifest["sha256"] = dict(sorted(digests.items()))
             files.replace(self.root / MANIFEST, json.dumps(manifest, indent=2).encode())
-            (self.root / LOG).unlink()
+            self._log.remove()
         return manifest
+
+    def _check_whole(self, split: str, wanted: Mapping[str, int]) -> None:
+        """Refuses a split whose chunks are not all there, once each, with the episodes of its composition."""
+        entries, total = self._done[split], sum(wanted.values())
+        whole = [entry["chunk"] for entry in entries] == list(range(len(entries))) and self.episodes(split) == total
+        if entries and "accepted" in entries[-1]:
+            whole = whole and list(entries[-1]["accepted"]) == list(wanted.values())
+        if not whole:
+            raise ConfigError(
+                f"{self.root} is damaged: {split} has {self.episodes(split)} episodes in {len(entries)} parts that are "
+                f"not the {total} of its composition; remove it and start again"
+            )
 
     def __enter__(self) -> Writer:
         return self
@@ -179,12 +168,13 @@ class Writer:
     def __exit__(self, kind: object, *exc: object) -> None:
         try:
             while self._pending:
-                self._log(self._pending.popleft())
+                self._note(self._pending.popleft())
         except ConfigError:
             if kind is None:  # else the error on its way out says more
                 raise
         finally:
             self._pool.shutdown()
+            self._log.close()
 
 
 def _acceptance(wanted: Mapping[str, int], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -199,6 +189,15 @@ def _acceptance(wanted: Mapping[str, int], entries: Sequence[Mapping[str, Any]])
     for cause in out.values():
         cause["share"] = round(cause["accepted"] / cause["proposed"], 4)
     return {"acceptance": out}
+
+
+def _by_stratum(wanted: Mapping[str, int]) -> dict[str, int]:
+    """Episodes by "CAUSE/dimensions", summed over the stages of a split that has some."""
+    out: dict[str, int] = {}
+    for name, count in wanted.items():
+        stratum = "/".join(name.split("/")[:2])
+        out[stratum] = out.get(stratum, 0) + count
+    return out
 
 
 def write(
@@ -241,11 +240,7 @@ def read(directory: Path | str, splits: Sequence[str] | None = None) -> dict[str
                 raise ConfigError(f"{root / name}: the file differs from the manifest; write the data set again")
         return {
             name: _read_arrays(
-                [
-                    root / name / f"hidden/episodes/part-{i:05d}.parquet"
-                    for i in range(manifest["splits"][name]["parts"])
-                ],
-                name,
+                [root / part_name(name, "episodes", i) for i in range(manifest["splits"][name]["parts"])], name
             )
             for name in names
         }
@@ -269,11 +264,17 @@ def _arrays_table(batch: EpisodeBatch, verdict: Verdict) -> pa.Table:
     """One row an episode, each array as bytes; shape and type are in the column's metadata."""
     columns, schema = [], []
     for name, values in fields_of(batch, verdict).items():
-        rows = np.ascontiguousarray(values).reshape(len(values), -1)
+        rows = np.ascontiguousarray(values).reshape(len(values), int(np.prod(values.shape[1:])))
         width = rows.shape[1] * rows.itemsize
-        columns.append(pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(rows), [None, pa.py_buffer(rows)]))
+        if width:
+            kind = pa.binary(width)
+            column = pa.FixedSizeBinaryArray.from_buffers(kind, len(rows), [None, pa.py_buffer(rows)])
+        else:  # of campaigns without siblings; Parquet has no fixed length of 0
+            kind = pa.binary()
+            column = pa.array([b""] * len(rows), kind)
+        columns.append(column)
         metadata = {"dtype": values.dtype.str, "shape": json.dumps(values.shape[1:])}
-        schema.append(pa.field(name, pa.binary(width), nullable=False, metadata=metadata))
+        schema.append(pa.field(name, kind, nullable=False, metadata=metadata))
     return pa.Table.from_arrays(columns, schema=pa.schema(schema))
 
 

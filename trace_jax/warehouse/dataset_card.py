@@ -14,9 +14,12 @@ _TABLES = {
     "segment_daily": "the campaign in question by segment; active segments without impressions keep their row of zeros",
     "budget_log": "daily budget and spend of the same campaigns",
     "inventory": "daily share of the catalogue in stock, same campaigns",
-    "gt_episode": "one row an episode: the hidden cause, its slice, strength, profile and onset",
-    "gt_evidence": "what moved, as the verifier measured it at the level of the label",
-    "gt_validation": "one row a check of the verifier: four summaries, every rival cause, every comparable rival slice",
+    "gt_episode": "one row an episode: the hidden cause, its slice, strength, profile and onset (NULL for NO_SIGNAL, "
+    "where nothing happened)",
+    "gt_evidence": "what moved, as the verifier measured it at the level of the label: in the slice against the rest "
+    "of the campaign, or in the campaign against its siblings",
+    "gt_validation": "one row a check of the verifier that applies: summaries, every rival cause and, for segment "
+    "causes, every comparable rival slice; accepted episodes have passed them all",
     "episodes": "the arrays of each episode in the order of the set, from which `trace_jax.warehouse.dataset.read` "
     "restores it",
 }
@@ -39,16 +42,18 @@ _COLUMNS = {
     "type": "row of the evaluation tables",
     "segments": "driver slice, `attribute=value & attribute=value`",
     "dimensions": "attributes in the driver slice",
-    "strength": "0 to 1, position between the cause's weakest and strongest effect",
-    "profile": "immediate, delayed or ramp",
-    "onset": "first affected day",
+    "strength": "0 to 1, position between the cause's weakest and strongest effect; NULL for NO_SIGNAL",
+    "profile": "immediate, delayed or ramp; NULL for NO_SIGNAL",
+    "onset": "first affected day; NULL for NO_SIGNAL",
     "table_name": "table that shows the evidence",
     "metric": "what moved",
     "segment": "slice in which it was measured, empty for the whole campaign",
     "direction": "up, down or flat",
-    "change": "relative to the first half, 0.1 is +10 %",
-    "z": "the same in standard errors",
-    "check_name": "one of the four summaries, `rival_cause:NAME` or `rival_slice:SLICE`",
+    "change": "second half over first half, minus 1, after division by the same of the rest of the campaign (slices) "
+    "or of the siblings (campaigns): 0.1 is +10 %; `impressions` of a slice are its share of the campaign's",
+    "z": "the logarithm of the same comparison in standard errors",
+    "check_name": "summary (detectability, confounder, rival_cause; rival_slice for segment causes), "
+    "`rival_cause:NAME` or `rival_slice:SLICE`",
     "margin": "positive when the check passes",
     "passed": "whether it did",
 }
@@ -84,6 +89,7 @@ def card(manifest: Mapping[str, Any]) -> str:
         f"`{first}/visible/segment_daily/*.parquet` may be any split and table below; pandas, Polars and `datasets` "
         "read the same files.",
         _composition(splits),
+        *_curricula(settings),
         _causes(),
         "## Tables\n\nCampaign ids are unique in a split. `manifest.json` has the SHA-256 of every file; the same seed "
         "and versions give the same bytes.",
@@ -124,6 +130,23 @@ def _composition(splits: Mapping[str, Any]) -> str:
         "| split | cause | episodes (slice attributes) | proposals | accepted |\n|---|---|---|---|---|\n"
         + "\n".join(rows)
     )
+
+
+def _curricula(settings: Mapping[str, Any]) -> list[str]:
+    """Which episodes of a split have which difficulty."""
+    found = []
+    for split, stages in settings.get("stages", {}).items():
+        rows, first = [], 0
+        for stage in stages:
+            last = first + stage["parts"] - 1
+            rows.append(f"| {stage['difficulty']} | {stage['episodes']:,} | {first:05d} to {last:05d} |")
+            first = last + 1
+        found.append(
+            f"## Curriculum of {split}\n\n`{split}` goes through the stages of `data.curriculum` in this order, each "
+            "with its own `simulator.difficulty`; the other splits and `params` below have the difficulty named "
+            "above.\n\n| difficulty | episodes | parts |\n|---|---|---|\n" + "\n".join(rows)
+        )
+    return found
 
 
 def _causes() -> str:

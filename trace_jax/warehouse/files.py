@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from trace_jax.config import ConfigError
+
+# Errors whose mend is not space but what stands at the path, or who may write there.
+_MENDS = {
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), "remove it or choose another place"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable or choose another place"),
+}
 
 
 def sha256(path: Path) -> str:
@@ -24,14 +31,24 @@ def replace(path: Path, content: bytes | memoryview) -> str:
         partial.write_bytes(content)
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the error on its way out says more
+            partial.unlink(missing_ok=True)
     return hashlib.sha256(content).hexdigest()
 
 
 @contextlib.contextmanager
 def disk(path: Path, mend: str = "free space or choose another place") -> Iterator[None]:
-    """Turns errors of the file system (full disk, no permission) into one line."""
+    """Turns errors of the file system (full disk, no permission) into one line.
+
+    Args:
+        path: named when the error names no file itself.
+        mend: for what is not a matter of permissions or of something else in the file's place.
+    """
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {(error.strerror or str(error)).lower()}; {mend}") from None
+        if error.errno is None:  # libraries raise OSError for faults of their own: those are no matter of the disk
+            raise
+        where = error.filename2 or error.filename or path
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"cannot write {where}: {reason}; {_MENDS.get(error.errno, mend)}") from None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES, LEVELS, SEGMENT_CAUSES, episode_type
+from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES, LEVELS, NO_SIGNAL, SEGMENT_CAUSES, episode_type
 from trace_jax.simulator.episode import NOT_COMPARED, EpisodeBatch, Verdict
 from trace_jax.simulator.slices import SLICE_ATTRIBUTES, SLICE_VALUES, SLICES, slice_name
 from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTE_SIZES, ATTRIBUTES, PROFILES, VERTICALS
@@ -163,7 +163,7 @@ def hidden_chunk(batch: EpisodeBatch, verdict: Verdict, rows: np.ndarray) -> dic
     a check."""
     names, code = _names("C", batch.campaign_id[rows])
     cause = np.asarray(batch.cause)[rows]
-    segment = np.isin(cause, _SEGMENT_CODES)
+    segment, nothing = np.isin(cause, _SEGMENT_CODES), cause == CAUSE_NAMES.index(NO_SIGNAL)
     slices = np.concatenate([batch.slice_attributes[rows], batch.slice_values[rows]], 1)
     labels, label = np.unique(slices, axis=0, return_inverse=True)
     label = label.reshape(-1)
@@ -178,9 +178,10 @@ def hidden_chunk(batch: EpisodeBatch, verdict: Verdict, rows: np.ndarray) -> dic
         "type": _coded(_TYPE[cause, dimensions], EPISODE_TYPES),
         "segments": _named(text, spellings),
         "dimensions": dimensions,
-        "strength": batch.strength[rows],
-        "profile": _coded(batch.profile[rows], PROFILES),
-        "onset": _dates(batch.start_day[rows] + batch.onset[rows]),
+        # Where nothing happened there is nothing to describe, though the arrays hold draws.
+        "strength": pa.array(np.float64(batch.strength[rows]), mask=nothing),
+        "profile": _coded(batch.profile[rows], PROFILES, nothing),
+        "onset": _dates(batch.start_day[rows] + batch.onset[rows], nothing),
     }
     tables = ("daily_campaign", "segment_daily", "inventory")
     stock = np.array([metric == "in_stock" for metric in EVIDENCE_METRICS])
@@ -202,7 +203,7 @@ def hidden_chunk(batch: EpisodeBatch, verdict: Verdict, rows: np.ndarray) -> dic
     candidates = np.concatenate([SLICE_ATTRIBUTES, SLICE_VALUES], 1)
     own_slice = np.any([(slices[:, None, order] == candidates).all(-1) for order in ([0, 1, 2, 3], [1, 0, 3, 2])], 0)
     rivals = [
-        np.ones_like(summary, bool),
+        segment[:, None] | (np.array(SUMMARY_CHECKS) != "rival_slice"),  # other causes have no slice to rival
         np.arange(len(CAUSE_NAMES)) != cause[:, None],
         segment[:, None] & ~own_slice & (verdict.slice_margins[rows] < NOT_COMPARED),
     ]
@@ -251,15 +252,15 @@ def _money(values: Any) -> np.ndarray:
     return np.round(np.asarray(values, np.float64), 2)
 
 
-def _dates(days: np.ndarray) -> pa.Array:
-    """Dates from days since EPOCH."""
-    return pa.array((_EPOCH_DAYS + days).astype(np.int32), pa.int32()).cast(pa.date32())
+def _dates(days: np.ndarray, missing: np.ndarray | None = None) -> pa.Array:
+    """Dates from days since EPOCH; NULL where `missing`."""
+    return pa.array((_EPOCH_DAYS + days).astype(np.int32), pa.int32(), mask=missing).cast(pa.date32())
 
 
-def _coded(codes: np.ndarray, values: tuple[str, ...]) -> pa.Array:
-    """Codes of a fixed vocabulary."""
+def _coded(codes: np.ndarray, values: tuple[str, ...], missing: np.ndarray | None = None) -> pa.Array:
+    """Codes of a fixed vocabulary; NULL where `missing`."""
     kind = np.int8 if len(values) <= 127 else np.int16
-    return pa.DictionaryArray.from_arrays(pa.array(np.asarray(codes).astype(kind)), pa.array(values))
+    return pa.DictionaryArray.from_arrays(pa.array(np.asarray(codes).astype(kind), mask=missing), pa.array(values))
 
 
 def _named(codes: np.ndarray, values: list[str]) -> pa.Array:

@@ -55,6 +55,7 @@ COLUMNS: dict[str, dict[str, str]] = {
         "type": "VARCHAR",
         "segments": "VARCHAR",  # "attribute=value & attribute=value", empty if none
         "dimensions": "BIGINT",
+        # NULL for NO_SIGNAL: nothing happened.
         "strength": "DOUBLE",
         "profile": "VARCHAR",
         "onset": "DATE",
@@ -65,9 +66,12 @@ COLUMNS: dict[str, dict[str, str]] = {
         "metric": "VARCHAR",
         "segment": "VARCHAR",
         "direction": "VARCHAR",  # up | down | flat
-        "change": "DOUBLE",  # relative to the baseline half, 0.1 is +10 %
-        "z": "DOUBLE",
+        # Second half over the baseline half, a slice against the rest of its campaign,
+        # a campaign against its siblings; 0.1 is +10 %.
+        "change": "DOUBLE",
+        "z": "DOUBLE",  # its logarithm in standard errors
     },
+    # Only checks that apply: `rival_slice` is of segment causes alone.
     "gt_validation": {
         "campaign_id": "VARCHAR",
         "check_name": "VARCHAR",

@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 
 import trace_jax.simulator
-from trace_jax.config import ConfigError, RunConfig
+from trace_jax.config import ConfigError, RunConfig, SimulatorConfig
 from trace_jax.simulator.accepted import accepted_episodes, concatenate
-from trace_jax.simulator.causes import CAUSE_NAMES, episode_type
+from trace_jax.simulator.causes import CAUSE_NAMES, NO_SIGNAL, episode_type
 from trace_jax.simulator.episode import EpisodeBatch, Verdict
 from trace_jax.simulator.stream import composition_for
 from trace_jax.simulator.vocabulary import PROFILES
@@ -56,17 +56,18 @@ class EpisodeRecord:
         return episode_type(self.cause, len(self.driver))
 
     @property
-    def profile(self) -> str:
-        return PROFILES[int(self.batch.profile[self.position])]
+    def profile(self) -> str | None:
+        """Shape of the onset; like strength and onset None where nothing happened, whatever the arrays drew."""
+        return None if self.cause == NO_SIGNAL else PROFILES[int(self.batch.profile[self.position])]
 
     @property
-    def strength(self) -> float:
-        return float(self.batch.strength[self.position])
+    def strength(self) -> float | None:
+        return None if self.cause == NO_SIGNAL else float(self.batch.strength[self.position])
 
     @property
-    def onset(self) -> int:
+    def onset(self) -> int | None:
         """First affected day of the window, counted from 0."""
-        return int(self.batch.onset[self.position])
+        return None if self.cause == NO_SIGNAL else int(self.batch.onset[self.position])
 
     @property
     def campaign_id(self) -> str:
@@ -144,19 +145,43 @@ def load_split(
     return episodes
 
 
+@dataclass(frozen=True)
+class Stage:
+    """Episodes start..stop-1 of a split, of one stream and one difficulty: all of it, or a stage of a curriculum."""
+
+    simulator: SimulatorConfig
+    stream: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def stages_of(config: RunConfig, name: str, size: int) -> list[Stage]:
+    """What a split of `size` episodes is made of, in its order: the training split may have a curriculum."""
+    curriculum = config.data.curriculum if name == "train" else ()
+    if not curriculum:
+        return [Stage(config.simulator, name, 0, size)]
+    bounds = [size * i // len(curriculum) for i in range(len(curriculum) + 1)]
+    return [
+        Stage(dataclasses.replace(config.simulator, difficulty=level), f"{name}-{i}-{level}", bounds[i], bounds[i + 1])
+        for i, level in enumerate(curriculum)
+    ]
+
+
 def _simulated(
     config: RunConfig, name: str, size: int, on_progress: Callable[[int, int], None] | None
 ) -> tuple[EpisodeBatch, Verdict]:
-    """The episodes of a split; the training split of a curriculum is made of its stages, one after the other."""
-    stages = config.data.curriculum if name == "train" else ()
+    """The episodes of a split, stage by stage."""
     parts = []
-    for i, difficulty in enumerate(stages or (config.simulator.difficulty,)):
-        start, stop = (size * k // max(len(stages), 1) for k in (i, i + 1))
-        simulator = dataclasses.replace(config.simulator, difficulty=difficulty)
-        stream = f"{name}-{i}-{difficulty}" if stages else name
-        report = on_progress and (lambda done, _, start=start: on_progress(start + done, size))
-        composition = composition_for(simulator, stop - start)
-        parts.append(accepted_episodes(simulator, config.data.seed, stream, composition, on_progress=report))
+    for stage in stages_of(config, name, size):
+        report = on_progress and (lambda done, _, start=stage.start: on_progress(start + done, size))
+        composition = composition_for(stage.simulator, stage.size)
+        parts.append(
+            accepted_episodes(stage.simulator, config.data.seed, stage.stream, composition, on_progress=report)
+        )
     return concatenate(parts)
 
 
