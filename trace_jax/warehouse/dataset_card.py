@@ -50,12 +50,13 @@ _COLUMNS = {
     "segment": "slice in which it was measured, empty for the whole campaign",
     "direction": "up, down or flat",
     "change": "second half over first half, minus 1, after division by the same of the rest of the campaign (slices) "
-    "or of the siblings (campaigns): 0.1 is +10 %; `impressions` of a slice are its share of the campaign's",
-    "z": "the logarithm of the same comparison in standard errors",
-    "check_name": "summary (detectability, confounder, rival_cause; rival_slice for segment causes), "
-    "`rival_cause:NAME` or `rival_slice:SLICE`",
+    "or of the siblings (campaigns): 0.1 is +10 %; `impressions` of a slice are its share of the campaign's, "
+    "`in_stock` is compared with nothing else",
+    "z": "the same comparison in standard errors",
     "margin": "positive when the check passes",
     "passed": "whether it did",
+    "check_name": "summary (detectability, confounder, rival_cause; rival_slice for segment causes), "
+    "`rival_cause:NAME` or `rival_slice:SLICE`",
 }
 _DEFAULT = "attribute of the segment"
 

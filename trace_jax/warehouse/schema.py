@@ -69,7 +69,7 @@ COLUMNS: dict[str, dict[str, str]] = {
         # Second half over the baseline half, a slice against the rest of its campaign,
         # a campaign against its siblings; 0.1 is +10 %.
         "change": "DOUBLE",
-        "z": "DOUBLE",  # its logarithm in standard errors
+        "z": "DOUBLE",  # the same comparison in standard errors
     },
     # Only checks that apply: `rival_slice` is of segment causes alone.
     "gt_validation": {
