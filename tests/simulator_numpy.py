@@ -74,6 +74,18 @@ class _Draw:
         return np.argmax(log_weights + self.rng.gumbel(size=log_weights.shape), -1)
 
 
+def _only_what_is_sold(values):
+    """Display ads only on product pages and by product; automatic targeting for sponsored products only; match types
+    for keywords only. Codes as in the vocabulary."""
+    product, target, match, placement = (
+        NAMES.index(n) for n in ("ad_product", "targeting_type", "match_type", "placement")
+    )
+    values[..., product][(values[..., product] == 2) & (values[..., placement] < 2)] = 1
+    values[..., target][values[..., product] == 2] = 1
+    values[..., target][(values[..., product] == 1) & (values[..., target] == 2)] = 0
+    values[..., match][values[..., target] > 0] = 2
+
+
 def _population(draw, count, segments, params):
     """Campaigns before anything happens, as a dictionary of arrays."""
     vertical = draw.integer(0, len(VERTICALS) - 1, count)
@@ -84,6 +96,7 @@ def _population(draw, count, segments, params):
     chosen = np.argsort(-keys, axis=1)[:, :segments]
     values = draw.choice(np.broadcast_to(log_popularity[:, None], (count, segments, *log_popularity.shape[1:])))
     values[:, :, DRIVERS] = CELLS[chosen]
+    _only_what_is_sold(values)
     mask = np.arange(segments) < draw.integer(*params.segments_active, count)[:, None]
 
     log_weight = 0.6 * np.take_along_axis(by_cell, chosen, 1)
@@ -106,9 +119,16 @@ def _population(draw, count, segments, params):
         "rates": rates,  # [E, G, 3]
         "volume": np.exp(np.clip(size, *params.impressions_log_clip)),
         "alpha": draw.between(params.concentration, count),
-        "order_value": draw.between(params.order_value, count),
+        "order_value": params.vertical_order_value[vertical] * draw.between(params.order_value, count),
         "headroom": draw.between(params.budget_headroom, count),
     }
+
+
+def _basket(draw, campaign, days, params):
+    """Sales per order [E, T, G]."""
+    band = np.array(params.price_band_order_value)[campaign["values"][:, :, NAMES.index("price_band")]]
+    noise = np.exp(draw.log_noise(params.order_value_day_cv, len(band), days, 1))
+    return campaign["order_value"][:, None, None] * band[:, None, :] * noise
 
 
 def _event(draw, count, days, length, probability):
@@ -126,8 +146,10 @@ def _confounding(draw, count, start_day, campaign, days, params):
     day, sizes, rows = np.arange(days), {}, np.arange(count)
     rates = np.zeros((count, days, 3))
 
-    pattern = draw.normal(count, 7)
+    own, usual = draw.normal(count, 7), np.array(params.weekday_shape)
     sizes["weekday"] = draw.between(params.weekday_amplitude, count)
+    pattern = params.weekday_own * own / np.abs(own).max(1, keepdims=True)
+    pattern = pattern + (1 - params.weekday_own) * usual / np.abs(usual).max()
     pattern *= (sizes["weekday"] / np.abs(pattern).max(1))[:, None]
     volume = np.take_along_axis(pattern, (start_day[:, None] + day) % 7, 1)
     volume += params.season_day_cv * draw.normal(count, days)
@@ -306,7 +328,10 @@ def _siblings(draw, campaign, benign, siblings, days, params):
         "sibling_clicks": clicks,
         "sibling_orders": orders,
         "sibling_spend": clicks * rates[..., 2],
-        "sibling_sales": orders * draw.between(params.order_value, count, siblings, 1),
+        "sibling_sales": orders
+        * params.vertical_order_value[campaign["vertical"]][:, None, None]
+        * draw.between(params.order_value, count, siblings, 1)
+        * np.exp(draw.log_noise(params.order_value_day_cv, count, siblings, days)),
         "sibling_budget": budget[:, :, None] * present,
         "sibling_in_stock": np.clip(stock, 0, 1) * present,
         "sibling_page_views": views,
@@ -401,7 +426,7 @@ def simulate(
         clicks=clicks,
         orders=orders,
         spend=clicks * cpc,
-        sales=orders * campaign["order_value"][:, None, None],
+        sales=orders * _basket(draw, campaign, days, params),
         day_mask=benign["present"],
         budget=budget * benign["present"],
         in_stock=np.clip(stock, 0, 1) * benign["present"],

@@ -79,7 +79,7 @@ Thin dashes: level of the half.</p>
 {% endfor %}</table></div>{% else %}<p class="note">None.</p>{% endif %}
 
 <h2>What the oracle saw</h2>
-<div class="scroll"><table><tr><th>evidence {{ 'in the slice' if local_evidence else 'of the campaign' }}</th><th>change</th><th>z</th><th>wanted by the signature</th></tr>
+<div class="scroll"><table><tr><th>evidence {{ 'in the slice, against the rest of the campaign' if local_evidence else 'of the campaign, against its siblings' }}</th><th>change</th><th>z (standard errors)</th><th>wanted by the signature</th></tr>
 {% for name, change, z, wanted in evidence %}<tr><td>{{ name }}</td><td>{{ change }}</td><td>{{ z }}</td><td>{{ wanted or 'free' }}</td></tr>
 {% endfor %}</table></div>
 <p class="note">Margins, weakest first; a check passes while its margin is positive. A rival slice must be {{ gap }} log-likelihood units behind the label's; those are taken off.</p>

@@ -76,10 +76,16 @@ def _only(metric: int, series: Float[Array, " T"]) -> Float[Array, "3 T"]:
     return jnp.zeros((3, series.shape[0])).at[metric].set(series)
 
 
+def _unit(pattern: Float[Array, " W"]) -> Float[Array, " W"]:
+    """Scaled so that its largest deviation is one."""
+    return pattern / jnp.maximum(jnp.abs(pattern).max(), 1e-6)
+
+
 def _weekday(tape: draws.Tape, context: Context, params: SimulatorParams) -> tuple[Array, Parts]:
-    pattern = tape.normal((WEEK,))
     size = tape.between(params.weekday_amplitude)
-    pattern = pattern / jnp.maximum(jnp.abs(pattern).max(), 1e-6) * size
+    own, usual = tape.normal((WEEK,)), jnp.stack(params.weekday_shape)
+    pattern = params.weekday_own * _unit(own) + (1.0 - params.weekday_own) * _unit(usual)
+    pattern = _unit(pattern) * size
     return size, {"volume": pattern[(context.start_day + context.day) % WEEK]}
 
 

@@ -36,8 +36,8 @@ KNOBS = ("strength", "noise", "confounders", "confounder_strength")
 
 def _times(value: Any, factor: float, probability: bool) -> Any:
     if isinstance(value, tuple):
-        return tuple(v * factor for v in value)
-    return min(value * factor, 1.0) if probability else value * factor
+        return tuple(round(v * factor, 9) for v in value)
+    return round(min(value * factor, 1.0) if probability else value * factor, 9)
 
 
 def params_of(config: SimulatorConfig) -> SimulatorParams:
@@ -55,8 +55,10 @@ def params_of(config: SimulatorConfig) -> SimulatorParams:
     for field in dataclasses.fields(SimulatorParams):
         knob = field.metadata.get("scaled_by")
         if knob is not None:
+            # What a preset sets outright is meant as it stands; only the configuration's own knob multiplies it.
+            factor = getattr(config, knob) if field.name in preset else factors[knob]
             value = changed.get(field.name, getattr(base, field.name))
-            changed[field.name] = _times(value, factors[knob], field.name.endswith("_probability"))
+            changed[field.name] = _times(value, factor, field.name.endswith("_probability"))
     weights = np.array(config.onset) * np.array(preset.get("onset", (1.0,) * len(PROFILES)))
     return base.replace(
         effects=base.effects * np.float32(factors["strength"]), onset=tuple(weights.tolist()), **changed

@@ -27,8 +27,10 @@ from trace_jax.simulator.episode import EpisodeBatch
 from trace_jax.simulator.interventions import Intervention, draw_intervention
 from trace_jax.simulator.params import SimulatorParams
 from trace_jax.simulator.population import Campaign, draw_campaign, reweighted
+from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES
 
 Tables = dict[str, Array]
+_PRICE_BAND = ATTRIBUTE_NAMES.index("price_band")
 
 
 def _log_noise(tape: draws.Tape, cv: Float[Array, ""], shape: tuple[int, ...]) -> Float[Array, ...]:
@@ -110,12 +112,13 @@ def _render_segments(
     total = total * _truncation(tape, total * (split * ctr * cpc).sum(-1), budget, params)
     mean = jnp.where(benign.day_mask, total, 0.0)[:, None] * split
     impressions, clicks, orders = _thin(tape, mean, ctr, cvr * benign.completeness[:, None])
+    band = jnp.stack(params.price_band_order_value)[campaign.segment_values[:, _PRICE_BAND]]
     return {
         "impressions": impressions,
         "clicks": clicks,
         "orders": orders,
         "spend": clicks * cpc,
-        "sales": orders * campaign.order_value,
+        "sales": orders * campaign.order_value * band[None, :],
     }
 
 
@@ -152,7 +155,10 @@ def _render_siblings(
         "sibling_clicks": clicks,
         "sibling_orders": orders,
         "sibling_spend": clicks * cpc,
-        "sibling_sales": orders * tape.between(params.order_value, (count, 1)),
+        "sibling_sales": orders
+        * params.vertical_order_value[campaign.vertical]
+        * tape.between(params.order_value, (count, 1))
+        * jnp.exp(_log_noise(tape, params.order_value_day_cv, (count, days))),
         "sibling_budget": jnp.where(present, budget, 0.0),
         "sibling_in_stock": jnp.where(present, jnp.clip(stock, 0.0, 1.0), 0.0),
         "sibling_page_views": views,
@@ -187,6 +193,9 @@ def _episode(
     budget = campaign.budget * jnp.exp(benign.budget + change.budget)
     tables = _render_segments(tape, campaign, benign, change, stock_cvr, budget, params)
     views, searches = _side_counts(tape, tables["clicks"].sum(-1), tables["impressions"].sum(-1))
+    theirs = _render_siblings(tape, len(ids[2]), campaign, benign, params)
+    basket = jnp.exp(_log_noise(tape, params.order_value_day_cv, (days,)))
+    tables["sales"] = tables["sales"] * basket[:, None]
     return EpisodeBatch(
         index=index.astype(jnp.int32),
         campaign_id=ids[0],
@@ -211,7 +220,7 @@ def _episode(
         effects=change.effects,
         confounders=benign.sizes,
         **tables,
-        **_render_siblings(tape, len(ids[2]), campaign, benign, params),
+        **theirs,
     )
 
 

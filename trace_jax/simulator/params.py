@@ -24,6 +24,14 @@ _VERTICAL_RATES = {
     "GROCERY": (0.0105, 0.135, 0.70),
     "SPORTS": (0.0100, 0.090, 0.95),
 }
+_VERTICAL_ORDER_VALUE = {
+    "ELECTRONICS": 90.0,
+    "FASHION": 55.0,
+    "HOME": 65.0,
+    "BEAUTY": 32.0,
+    "GROCERY": 28.0,
+    "SPORTS": 60.0,
+}
 _POPULARITY = {
     "ad_product": (0.60, 0.25, 0.15),
     "targeting_type": (0.50, 0.25, 0.25),
@@ -67,6 +75,10 @@ def _vertical_rates() -> np.ndarray:
     return np.array([_VERTICAL_RATES[v] for v in VERTICALS], np.float32)
 
 
+def _vertical_order_value() -> np.ndarray:
+    return np.array([_VERTICAL_ORDER_VALUE[v] for v in VERTICALS], np.float32)
+
+
 def _strategy_tilt() -> np.ndarray:
     tilt = np.zeros((len(STRATEGIES), len(ATTRIBUTE_NAMES), _WIDTH), np.float32)
     for name, entries in _STRATEGY_TILT.items():
@@ -99,7 +111,10 @@ class SimulatorParams:
     segment_weight_log_sd: float = 0.5  # heterogeneity of baseline segment weights w
     segment_rate_log_sd: float = 0.12  # heterogeneity of base rates between segments
     concentration: tuple[float, float] = (400.0, 1600.0)  # alpha of the Dirichlet-multinomial
-    order_value: tuple[float, float] = (18.0, 90.0)  # account currency
+    vertical_order_value: Float[Array, " V"] = field(default_factory=_vertical_order_value)  # account currency
+    order_value: tuple[float, float] = (0.6, 1.6)  # of a campaign, times that of its vertical
+    price_band_order_value: tuple[float, float, float] = (0.7, 1.0, 1.6)  # LOW, MID, HIGH, times that of the campaign
+    order_value_day_cv: float = 0.08
     budget_headroom: tuple[float, float] = (1.5, 2.6)  # daily budget over expected daily spend
     vertical_rates: Float[Array, "V 3"] = field(default_factory=_vertical_rates)  # base CTR, CVR, CPC
     popularity: Float[Array, "A W"] = field(default_factory=lambda: _by_value(_POPULARITY, 1e-9))  # log
@@ -131,6 +146,9 @@ class SimulatorParams:
 
     # confounders: probability of being present, and size (see `confounders.CONFOUNDERS`)
     weekday_amplitude: tuple[float, float] = field(default=(0.05, 0.20), metadata=_scaled("confounder_strength"))
+    # Monday to Sunday, log, of retail traffic at large; each advertiser mixes in a cycle of its own.
+    weekday_shape: tuple[float, ...] = (0.05, -0.01, 0.05, -0.20, -0.09, 0.10, 0.08)
+    weekday_own: float = 0.5  # share of the advertiser's own cycle
     trend: tuple[float, float] = field(default=(-0.15, 0.15), metadata=_scaled("confounder_strength"))  # whole window
     promotion_probability: float = field(default=0.5, metadata=_scaled("confounders"))
     promotion_days: tuple[int, int] = (2, 4)

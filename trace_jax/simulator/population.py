@@ -43,6 +43,24 @@ class Campaign:
     budget: Float[Array, ""]  # account currency a day
 
 
+def _plausible(values: Int[Array, "G A"]) -> Int[Array, "G A"]:
+    """Combinations that no platform sells become the nearest one that is sold: display ads run on product pages and
+    have no keywords, automatic targeting belongs to sponsored products, and without keywords there is no match type but
+    the broadest."""
+    code = {name: {v: i for i, v in enumerate(ATTRIBUTES[name])} for name in ATTRIBUTE_NAMES}
+    column = {name: values[:, i] for i, name in enumerate(ATTRIBUTE_NAMES)}
+    kinds, targets = code["ad_product"], code["targeting_type"]
+    product, target, match = column["ad_product"], column["targeting_type"], column["match_type"]
+    on_search = column["placement"] != code["placement"]["PRODUCT_PAGE"]
+    product = jnp.where(on_search & (product == kinds["SPONSORED_DISPLAY"]), kinds["SPONSORED_BRANDS"], product)
+    display, brands = product == kinds["SPONSORED_DISPLAY"], product == kinds["SPONSORED_BRANDS"]
+    target = jnp.where(display, targets["PRODUCT"], target)
+    target = jnp.where(brands & (target == targets["AUTO"]), targets["KEYWORD"], target)
+    match = jnp.where(target == targets["KEYWORD"], match, code["match_type"]["BROAD"])
+    changed = {"ad_product": product, "targeting_type": target, "match_type": match}
+    return jnp.stack([changed.get(name, column[name]) for name in ATTRIBUTE_NAMES], -1)
+
+
 def draw_campaign(tape: draws.Tape, segments: int, params: SimulatorParams) -> Campaign:
     """Draw a campaign with up to `segments` active segments (the driver attributes of two segments always differ)."""
     vertical = tape.integer(0, len(VERTICALS) - 1)
@@ -59,7 +77,7 @@ def draw_campaign(tape: draws.Tape, segments: int, params: SimulatorParams) -> C
     others = jnp.argmax(free + tape.gumbel((segments, *free.shape)), axis=-1)
     values = jnp.concatenate([others, drivers], axis=-1)[:, _ORDER].astype(jnp.int32)
     mask = jnp.arange(segments) < tape.integer(*params.segments_active)
-    values = jnp.where(mask[:, None], values, 0)
+    values = jnp.where(mask[:, None], _plausible(values), 0)
 
     log_weight = popularity[_DRIVER_CODES[None, :], drivers].sum(-1)
     log_weight = 0.6 * log_weight + params.segment_weight_log_sd * tape.normal((segments,))
@@ -83,7 +101,7 @@ def draw_campaign(tape: draws.Tape, segments: int, params: SimulatorParams) -> C
         weights=weights,
         rates=rates,
         concentration=tape.between(params.concentration),
-        order_value=tape.between(params.order_value),
+        order_value=params.vertical_order_value[vertical] * tape.between(params.order_value),
         spend=spend,
         budget=spend * tape.between(params.budget_headroom),
     )

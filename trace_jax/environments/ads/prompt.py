@@ -1,7 +1,7 @@
 """System and user prompts of the advertising task, in a compact and a full wording.
 
 The user prompt describes the observed change of one campaign, computed from its visible totals by one recipe whatever
-the cause. Baseline and second half have equal length, so totals compare directly.
+the cause: averages a day, since days may be missing from either half.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def user_prompt(record: EpisodeRecord, style: str) -> str:
     days = batch.impressions.shape[1]
     half = days // 2
     name, start, middle = campaign_name(batch.campaign_id[i]), day(batch, i, 0), day(batch, i, half)
-    mask = batch.segment_mask[i]
+    mask, days_present = batch.segment_mask[i], np.asarray(batch.day_mask[i])
+    present = max(days_present[:half].sum(), 1), max(days_present[half:].sum(), 1)
     change = {}
     for metric in ("impressions", "clicks", "orders", "spend"):
         series = np.asarray(getattr(batch, metric)[i][:, mask], np.float64).sum(1)
-        change[metric] = _percent(series[:half].sum(), series[half:].sum())
+        # Averages a day: a half from which days are missing has not lost their volume (case 5 of the data cases).
+        change[metric] = _percent(series[:half].sum() / present[0], series[half:].sum() / present[1])
     if check_style(style) == "compact":
         described = ", ".join(f"{metric} {text}" for metric, text in change.items())
         # No ids or dates: segment_daily holds this campaign only, and the middle of its dates splits the halves.
@@ -53,7 +55,7 @@ def user_prompt(record: EpisodeRecord, style: str) -> str:
     end = day(batch, i, days - 1)
     return (
         f"Campaign {name}, advertiser {advertiser_name(batch.advertiser_id[i])}. Days {start} to {end}; the baseline "
-        f"is the first half, the period in question starts on {middle}. Totals of the second half against the first: "
+        f"is the first half, the period in question starts on {middle}. A day of the second half against one of the first: "
         f"{described}. What caused the change?"
     )
 
