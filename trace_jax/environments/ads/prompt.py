@@ -55,8 +55,8 @@ def user_prompt(record: EpisodeRecord, style: str) -> str:
     end = day(batch, i, days - 1)
     return (
         f"Campaign {name}, advertiser {advertiser_name(batch.advertiser_id[i])}. Days {start} to {end}; the baseline "
-        f"is the first half, the period in question starts on {middle}. A day of the second half against one of the first: "
-        f"{described}. What caused the change?"
+        f"is the first half, the period in question starts on {middle}. A day of the second half against one of the "
+        f"first: {described}. What caused the change?"
     )
 
 
