@@ -183,11 +183,6 @@ class Tape:
         """Standard Gumbel; the argmax of log-weights plus these is a categorical draw."""
         return -jnp.log(-jnp.log(self.uniform(shape)))
 
-    def lognormal(self, cv: Float[Array, ""], shape: tuple[int, ...]) -> Float[Array, ...]:
-        """Multiplicative noise with mean one and coefficient of variation `cv`."""
-        variance = jnp.log1p(cv * cv)
-        return jnp.exp(jnp.sqrt(variance) * self.normal(shape) - variance / 2)
-
 
 def _poisson_small(u: Array, mean: Array) -> Array:
     """Inverse CDF by forward summation, scaled by exp(mean): how many k have u exp(mean) > sum_{j<=k} mean^j/j!."""

@@ -22,7 +22,6 @@ _COMBINATIONS = np.stack(np.meshgrid(*[np.arange(n) for n in _DRIVER_SIZES], ind
 _FREE_CODES = np.array([i for i in range(_A) if i not in _DRIVER_CODES])
 _FREE_WIDTH = max(len(ATTRIBUTES[ATTRIBUTE_NAMES[i]]) for i in _FREE_CODES)
 _ORDER = np.argsort(np.concatenate([_FREE_CODES, _DRIVER_CODES]))
-COMBINATIONS = len(_COMBINATIONS)  # no campaign has more segments than this
 _HIGHEST_RATES = np.array([0.5, 0.9, 1e3], np.float32)
 
 
