@@ -55,7 +55,7 @@ def test_round_trip_is_exact_and_never_a_control_token(tokenizer, text):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(pieces_of_trouble, st.sampled_from(messages(3)), st.text(max_size=5)), max_size=8))
 def test_tokenizer_json_gives_the_same_ids_to_other_software(tokenizer, parts):
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="compares with another package: pip install tokenizers")
     text = "".join(parts).replace("\u2581", "").replace("<", "")
     other = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(tokenizer)))
     ids = other.encode(text, add_special_tokens=False).ids
