@@ -85,10 +85,7 @@ def _slice_prior(episode: EpisodeBatch, member: Float[Array, "G K"]) -> Float[Ar
     half = episode.clicks.shape[0] // 2
     clicks = episode.clicks[:half].sum(0).astype(jnp.float32)
     clicks = clicks / jnp.maximum(clicks.sum(), 1.0)
-    share = clicks @ member
-    overlap = (member * clicks[:, None]).T @ member
-    jaccard = overlap / jnp.maximum(share[:, None] + share[None] - overlap, 1e-9)
-    nearest = jnp.where(jnp.eye(slices.SLICES, dtype=bool), 0.0, jaccard).max(-1)
+    share, nearest = slices.overlaps(clicks, member)
     findable = (share * _SLACK > MIN_SHARE) & (share < MAX_SHARE * _SLACK) & (nearest < MAX_OVERLAP * _SLACK)
     weight = 0.7 * jnp.log(share + 1e-6) + jnp.where(findable, 0.0, _UNFINDABLE)
     # Slices that no segment tells apart have the same evidence: the simpler one goes first.

@@ -19,11 +19,7 @@ _TERCILES = ("weakest third", "middle third", "strongest third")
 
 def label_slices(batch: EpisodeBatch) -> Int[np.ndarray, " E"]:
     """Candidate number of every episode's hidden slice, NONE without [E]."""
-    label = np.stack([np.asarray(batch.slice_attributes), np.asarray(batch.slice_values)], -1)
-    have = np.stack([slices.SLICE_ATTRIBUTES, slices.SLICE_VALUES], -1)
-    straight = (have[None] == label[:, None]).all((-1, -2))
-    swapped = (have[None] == label[:, None, ::-1]).all((-1, -2))
-    hit = straight | (swapped & (label[:, None, :, 0] >= 0).all(-1))
+    hit = slices.named(np.asarray(batch.slice_attributes), np.asarray(batch.slice_values))
     return np.where(hit.any(1), hit.argmax(1), NONE)
 
 

@@ -96,15 +96,12 @@ def _draw_slice(
     total = clicks.sum()
     clicks = clicks / total
     member = inside.astype(jnp.float32)
-    share = clicks @ member
+    share, nearest = slices.overlaps(clicks, member)
     # Expected z of the change of a rate inside the slice if counting noise were all the noise there is.
     events = campaign.volume * total * half * jnp.stack([share, (clicks * campaign.rates[1]) @ member])
     by_metric = jnp.abs(jnp.stack([effects[CHANNELS.index("ctr")], effects[CHANNELS.index("cvr")]]))
     z = ONSET_SHARE * by_metric[:, None] * jnp.sqrt(events / 2)
     strong = (z >= jnp.asarray(_NEEDED_Z, jnp.float32)[cause][:, None]).all(0)
-    overlap = (member * clicks[:, None]).T @ member
-    jaccard = overlap / jnp.maximum(share[:, None] + share[None, :] - overlap, 1e-9)
-    nearest = jnp.where(jnp.eye(slices.SLICES, dtype=bool), 0.0, jaccard).max(-1)
     possible = jnp.asarray(slices.MAY_SIT)[cause] & (jnp.asarray(slices.DIMENSIONS) == dimensions) & inside.any(0)
     findable = strong & (share > MIN_SHARE) & (share < MAX_SHARE) & (nearest < MAX_OVERLAP)
     score = 0.7 * jnp.log(share + 1e-9) + tape.gumbel((slices.SLICES,))

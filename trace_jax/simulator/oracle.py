@@ -99,15 +99,6 @@ def cause_margins(stats: Statistics, params: OracleParams) -> Float[Array, " cau
     return jnp.stack([*margins, params.quiet - loudest])
 
 
-def _label_slice(episode: EpisodeBatch) -> Array:
-    """Which candidate slices are the label's (at most one) [K]."""
-    wanted = jnp.stack([episode.slice_attributes, episode.slice_values], -1)
-    have = jnp.asarray(np.stack([slices.SLICE_ATTRIBUTES, slices.SLICE_VALUES], -1))
-    same = (have[:, :, None, :] == wanted[None, None]).all(-1)
-    used = (episode.slice_attributes >= 0).sum()
-    return (same.any(-1) | (have[..., 0] < 0)).all(-1) & (jnp.asarray(slices.DIMENSIONS) == used)
-
-
 def verify_one(episode: EpisodeBatch, params: OracleParams) -> Verdict:
     """Verdict on one episode (no leading axis). The label is read from the hidden fields; the evidence is visible."""
     stats = statistics(episode, params.min_events)
@@ -117,7 +108,7 @@ def verify_one(episode: EpisodeBatch, params: OracleParams) -> Verdict:
     eliminated = jnp.where(jnp.asarray(_CODES) == cause, NOT_COMPARED, -margins)
 
     segment, mix = jnp.asarray(_SEGMENT)[cause], jnp.asarray(_MIX)[cause]
-    label = _label_slice(episode)
+    label = slices.named(episode.slice_attributes, episode.slice_values)
     k = jnp.argmax(label)
     # z of every slice in the statistic in which the cause shows first, in its direction.
     score = jnp.where(stats.testable, jnp.asarray(_SLICE_PRIMARY)[cause] @ stats.slices, 0.0)

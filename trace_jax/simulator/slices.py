@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax.simulator.causes import CAUSES
 from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES, DRIVER_ATTRIBUTES
@@ -32,6 +32,16 @@ def slice_name(k: int) -> str:
         if a >= 0
     ]
     return " & ".join(f"{attribute}={value}" for attribute, value in sorted(pairs))
+
+
+def named(attributes: Int[Array, "*E 2"], values: Int[Array, "*E 2"]) -> Bool[Array, "*E K"]:
+    """Which candidate (at most one) a label's pair of codes names, in either order; none if it is (-1, -1). Of NumPy
+    arrays it makes a NumPy array."""
+    a, v = attributes[..., None, :], values[..., None, :]
+    straight, swapped = (
+        ((SLICE_ATTRIBUTES[:, order] == a) & (SLICE_VALUES[:, order] == v)).all(-1) for order in ([0, 1], [1, 0])
+    )
+    return straight | swapped
 
 
 def single_of(name: str) -> Bool[np.ndarray, " K"]:
@@ -69,3 +79,16 @@ def members(values: Int[Array, "G A"], mask: Bool[Array, " G"]) -> Bool[Array, "
     hit = values[:, SLICE_ATTRIBUTES[:singles, 0]] == jnp.asarray(SLICE_VALUES[:singles, 0])[None]
     # A segment is in a slice if it has as many of its values as the slice names: a small product of exact numbers.
     return (hit.astype(jnp.float32) @ _PARTS == jnp.asarray(DIMENSIONS, jnp.float32)) & mask[:, None]
+
+
+def overlaps(clicks: Float[Array, " G"], member: Float[Array, "G K"]) -> tuple[Float[Array, " K"], Float[Array, " K"]]:
+    """Share of the clicks in every slice, and its largest overlap (Jaccard index by clicks) with any other slice.
+
+    Args:
+        clicks: share of each segment, adding up to one.
+        member: `members` as numbers.
+    """
+    share = clicks @ member
+    both = (member * clicks[:, None]).T @ member
+    jaccard = both / jnp.maximum(share[:, None] + share[None, :] - both, 1e-9)
+    return share, jnp.where(jnp.eye(SLICES, dtype=bool), 0.0, jaccard).max(-1)

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES, LEVELS, NO_SIGNAL, SEGMENT_CAUSES, episode_type
 from trace_jax.simulator.episode import NOT_COMPARED, EpisodeBatch, Verdict
-from trace_jax.simulator.slices import SLICE_ATTRIBUTES, SLICE_VALUES, SLICES, slice_name
+from trace_jax.simulator.slices import SLICES, named, slice_name
 from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTE_SIZES, ATTRIBUTES, PROFILES, VERTICALS
 from trace_jax.warehouse.schema import COLUMNS
 
@@ -200,8 +200,7 @@ def hidden_chunk(batch: EpisodeBatch, verdict: Verdict, rows: np.ndarray) -> dic
     }
     summary = np.stack([getattr(verdict, check)[rows] for check in SUMMARY_CHECKS], 1)
     margin = np.concatenate([summary, verdict.cause_margins[rows], verdict.slice_margins[rows]], 1)
-    candidates = np.concatenate([SLICE_ATTRIBUTES, SLICE_VALUES], 1)
-    own_slice = np.any([(slices[:, None, order] == candidates).all(-1) for order in ([0, 1, 2, 3], [1, 0, 3, 2])], 0)
+    own_slice = named(np.asarray(batch.slice_attributes[rows]), np.asarray(batch.slice_values[rows]))
     rivals = [
         segment[:, None] | (np.array(SUMMARY_CHECKS) != "rival_slice"),  # other causes have no slice to rival
         np.arange(len(CAUSE_NAMES)) != cause[:, None],
