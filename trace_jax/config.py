@@ -92,12 +92,20 @@ class RolloutConfig:
     """How trajectories are sampled."""
 
     temperature: float = 1.0
+    # Truncation of the distribution; what is left out is recorded and the learner scores the same set. It is kept token
+    # by token, so top_p and min_p need a top_k.
+    top_k: int = 0  # only the k likeliest tokens; 0: the whole vocabulary
+    top_p: float = 1.0  # only the likeliest tokens that together reach this probability
+    min_p: float = 0.0  # only tokens at least this fraction as likely as the likeliest
     max_turns: int = 12  # assistant turns including the answer
     max_turn_tokens: int = 64  # sampled tokens in one turn
     context: int = 512  # prompt + everything after it
-    slots: int = 256  # trajectories generated together
-    tool_workers: int = 2
+    slots: int = 256  # trajectories in flight, each with its place in the key/value cache
+    decode_steps: int = 16  # tokens a row may be sampled before the host looks for rows that have stopped
     cache_dtype: str = "float32"
+    stale_cache: str = "refill"  # new parameters in mid-trajectory: "refill" its cache at its next turn | "keep" it
+    tool_workers: int = 2
+    tool_queue_seconds: float = 120.0  # a tool call that waits longer for a worker ends its trajectory
     trajectory_seconds: float = 600.0  # wall-clock limit of one trajectory
 
 
@@ -170,6 +178,9 @@ class EvaluationConfig:
 
     samples: int = 5  # answers per episode
     temperature: float = 0.6
+    top_k: int = 0  # as in `rollout`
+    top_p: float = 1.0
+    min_p: float = 0.0
     bootstrap: int = 2000  # resamples for the confidence intervals
     confidence: float = 0.95
 
