@@ -51,6 +51,18 @@ def test_parquet_round_trip(tmp_path):
     assert first.labels == {"cause": "NO_SIGNAL", "driver": [["geo", "US"]]}  # JSON has no tuples
 
 
+def test_kept_sets_round_trip_and_files_without_them_are_read(tmp_path):
+    kept = np.array([[-1, -1], [-1, -1], [4, 9], [1, -1], [-1, -1]], np.int32)
+    write_parquet(path := tmp_path / "x.parquet", [_trajectory(kept=kept), _trajectory()])
+    with_kept, without = read_parquet(path)
+    assert with_kept.kept.dtype == np.int32 and np.array_equal(with_kept.kept, kept) and without.kept is None
+    pq.write_table(to_table([_trajectory(kept=kept)]).drop_columns(["kept"]), path)  # of an earlier version
+    (old,) = read_parquet(path)
+    assert old.kept is None and np.array_equal(old.ids, _trajectory().ids)
+    with pytest.raises(ValueError, match="differ in length"):
+        _trajectory(kept=kept[:4])
+
+
 def test_empty_collection_round_trips():
     assert from_table(to_table([])) == []
 

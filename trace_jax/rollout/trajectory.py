@@ -1,7 +1,7 @@
 """Trajectories: what a policy sampled, exactly as it was sampled, and how it was graded.
 
 Ids are never re-encoded from text ("token in, token out"): the row that the learner sees is the row that the engine
-saw. Axis letters: N tokens of one trajectory.
+saw. Axis letters: N tokens of one trajectory, k ids that a truncated sampler left (`Sampling.top_k`).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Trajectory:
         group.
       tool_calls: calls that were made (answered or not). answer: text of the final answer, None when there is none.
       info: what grading found (JSON-able). labels: the task's labels, for grouping metrics (JSON-able).
+      kept: ids that could have been drawn for each sampled id, itself included, -1 where fewer than k; -1 where
+        `loss_mask` is false; None when nothing was left out.
     """
 
     ids: Int32[np.ndarray, " N"]
@@ -64,9 +66,11 @@ class Trajectory:
     answer: str | None = None
     info: dict[str, Any] = field(default_factory=dict)
     labels: dict[str, Any] = field(default_factory=dict)
+    kept: Int32[np.ndarray, "N k"] | None = None
 
     def __post_init__(self):
         lengths = {len(self.ids), len(self.loss_mask), len(self.logprobs), len(self.turn_index)}
+        lengths |= {len(self.ids if self.kept is None else self.kept)}
         if len(lengths) != 1:
             raise ValueError(f"token streams of a trajectory differ in length: {sorted(lengths)}")
         if self.status not in STATUSES:
@@ -121,8 +125,10 @@ _SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),
         ("logprobs", pa.list_(pa.float32())),
         ("turn_index", pa.list_(pa.int32())),
+        ("kept", pa.list_(pa.int32())),  # k ids for the first token, then for the second, ...
     ]
 )
+_LATER = ("kept",)  # columns that files of earlier versions lack
 
 
 def _jsonable(value: Any) -> Any:
@@ -156,6 +162,7 @@ def to_table(trajectories: Iterable[Trajectory], step: int = 0) -> pa.Table:
                 "loss_mask": t.loss_mask,
                 "logprobs": t.logprobs,
                 "turn_index": t.turn_index,
+                "kept": None if t.kept is None else t.kept.reshape(-1),
             }
         )
     return pa.Table.from_pylist(rows, schema=_SCHEMA)
@@ -177,6 +184,8 @@ def from_table(table: pa.Table) -> list[Trajectory]:
             if not isinstance(row[name], dict):
                 raise ValueError(f"`{name}` of a row is no JSON object")
         row["versions"] = tuple(row["versions"])
+        if row["kept"] is not None:
+            row["kept"] = np.asarray(row["kept"], np.int32).reshape(len(streams["ids"]), -1)
         result.append(Trajectory(**row, **streams))
     return result
 
@@ -205,7 +214,8 @@ def read_parquet(path: str | Path) -> list[Trajectory]:
     """
     try:
         # Arrow fills columns that a foreign file lacks with nulls.
-        if lacking := [name for name in _SCHEMA.names if name not in pq.read_schema(path).names]:
+        found = pq.read_schema(path).names
+        if lacking := [name for name in _SCHEMA.names if name not in found and name not in _LATER]:
             raise ValueError(f"it has no column `{lacking[0]}`")
         return from_table(pq.read_table(path, schema=_SCHEMA))
     except FileNotFoundError as error:
