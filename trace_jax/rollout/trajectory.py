@@ -23,8 +23,9 @@ STATUSES = ("finished", "truncated", "timed_out", "tool_failure", "malformed")
 """How a trajectory ended.
 
 finished: an answer was given. truncated: a turn hit its token limit before its stop token, the context filled up, or
-the last turn was still a tool call. timed_out: the wall-clock limit ran out. tool_failure: the tool itself broke
-(errors of the agent's code are observations, not failures). malformed: a turn was neither a tool call nor an answer.
+the last turn was still a tool call. timed_out: the wall-clock limit ran out, or a tool call waited too long for a
+worker. tool_failure: the tool itself broke (errors of the agent's code are observations, not failures). malformed: a
+turn was neither a tool call nor an answer.
 """
 
 PROMPT_TURN = -1
@@ -41,12 +42,14 @@ class Trajectory:
         `loss_mask` is false; NaN on sampled ids of a greedy trajectory, which has no behaviour distribution.
       turn_index: assistant turn that a token belongs to; an observation carries the turn whose call it answers, the
         prompt carries -1.
-      versions: policy version of each assistant turn.
+      versions: policy version of each assistant turn, the oldest that drew one of its tokens.
       rewards: parts of the reward by name; reward: their weighted total. 0 unless `status` is "finished".
       task_index: task in the environment. group: ordinal of the prompt group in its collection. sample: ordinal in the
         group.
       tool_calls: calls that were made (answered or not). answer: text of the final answer, None when there is none.
       info: what grading found (JSON-able). labels: the task's labels, for grouping metrics (JSON-able).
+      stale: whether a turn attended to keys and values of older parameters than those that drew it, so that no single
+        version of the policy reproduces its log-probabilities; empty where nobody recorded it.
       kept: ids that could have been drawn for each sampled id, itself included, -1 where fewer than k; -1 where
         `loss_mask` is false; None when nothing was left out.
     """
@@ -66,6 +69,7 @@ class Trajectory:
     answer: str | None = None
     info: dict[str, Any] = field(default_factory=dict)
     labels: dict[str, Any] = field(default_factory=dict)
+    stale: tuple[bool, ...] = ()
     kept: Int32[np.ndarray, "N k"] | None = None
 
     def __post_init__(self):
@@ -73,6 +77,8 @@ class Trajectory:
         lengths |= {len(self.ids if self.kept is None else self.kept)}
         if len(lengths) != 1:
             raise ValueError(f"token streams of a trajectory differ in length: {sorted(lengths)}")
+        if self.stale and len(self.stale) != len(self.versions):
+            raise ValueError(f"{len(self.versions)} turns, but {len(self.stale)} of them are said to be stale or not")
         if self.status not in STATUSES:
             raise ValueError(f"unknown status {self.status!r}, expected one of {STATUSES}")
 
@@ -125,10 +131,11 @@ _SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),
         ("logprobs", pa.list_(pa.float32())),
         ("turn_index", pa.list_(pa.int32())),
+        ("stale", pa.list_(pa.bool_())),
         ("kept", pa.list_(pa.int32())),  # k ids for the first token, then for the second, ...
     ]
 )
-_LATER = ("kept",)  # columns that files of earlier versions lack
+_LATER = ("stale", "kept")  # columns that files of earlier versions lack
 
 
 def _jsonable(value: Any) -> Any:
@@ -162,6 +169,7 @@ def to_table(trajectories: Iterable[Trajectory], step: int = 0) -> pa.Table:
                 "loss_mask": t.loss_mask,
                 "logprobs": t.logprobs,
                 "turn_index": t.turn_index,
+                "stale": list(t.stale),
                 "kept": None if t.kept is None else t.kept.reshape(-1),
             }
         )
@@ -184,6 +192,7 @@ def from_table(table: pa.Table) -> list[Trajectory]:
             if not isinstance(row[name], dict):
                 raise ValueError(f"`{name}` of a row is no JSON object")
         row["versions"] = tuple(row["versions"])
+        row["stale"] = tuple(row["stale"] or ())
         if row["kept"] is not None:
             row["kept"] = np.asarray(row["kept"], np.int32).reshape(len(streams["ids"]), -1)
         result.append(Trajectory(**row, **streams))
