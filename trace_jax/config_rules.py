@@ -111,7 +111,7 @@ RANGES: dict[str, tuple[Any, float]] = {
     "grpo.save_every": (1, _COUNT),
     "evaluation.samples": (1, 10**4),
     "evaluation.temperature": (0, 100),
-    "evaluation.top_k": (0, 2**20),
+    "evaluation.top_k": (0, 1024),
     "evaluation.top_p": (">0", 1),
     "evaluation.min_p": (0, 1),
     "evaluation.bootstrap": (1, 10**5),
@@ -228,6 +228,13 @@ def _combinations(c: RunConfig) -> None:
         f"`rollout.max_turn_tokens` ({c.rollout.max_turn_tokens}) leaves no room for a prompt in "
         f"`rollout.context` ({c.rollout.context})",
     )
+    for name, nothing in (("top_p", 1.0), ("min_p", 0.0)):
+        value = getattr(c.rollout, name)
+        _refuse(
+            c.rollout.top_k == 0 and value != nothing,
+            f"`rollout.{name}` is {value} without a `rollout.top_k`: nothing bounds the ids that are left, which the "
+            f"learner needs, so set `rollout.top_k` (64) or leave `rollout.{name}` at {nothing:g}",
+        )
     for stage in ("sft", "grpo"):
         row = get(c, f"{stage}.microbatch.row_length")
         _refuse(
@@ -253,3 +260,10 @@ def _combinations(c: RunConfig) -> None:
         c.evaluation.temperature == 0 and c.evaluation.samples > 1,
         "`evaluation.temperature` is 0: all samples would be the same answer, set `evaluation.samples` to 1",
     )
+    for name, nothing in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        value = getattr(c.evaluation, name)
+        _refuse(
+            c.evaluation.temperature == 0 and value != nothing,
+            f"`evaluation.{name}` is {value}, but `evaluation.temperature` 0 always takes the likeliest token: leave "
+            f"it at {nothing:g} or raise the temperature",
+        )

@@ -9,7 +9,7 @@ from trace_jax.config import ConfigError, EvaluationConfig, RolloutConfig
 from trace_jax.environments.base import Environment
 from trace_jax.evaluation.metrics import EvalRecord
 from trace_jax.rollout.collect import Chat, collect
-from trace_jax.rollout.engine import Generator
+from trace_jax.rollout.generator import Generator
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.trajectory import Trajectory
 
@@ -29,8 +29,8 @@ def evaluate_policy(
 
     Args:
         indices: episodes of `environment`, each once.
-        config: number of samples and temperature (0 is greedy).
-        rollout: limits, slots and workers; its temperature is for training and not used.
+        config: number of samples, temperature (0 is greedy) and truncation.
+        rollout: limits, slots and workers; its temperature and truncation are for training and not used.
         seed: of the sampling keys, which depend on (seed, episode, sample) alone: two stages of a run meet the same
             luck, and an episode is answered alike whatever else is evaluated with it.
         on_progress: called with (episodes done, episodes in all).
@@ -58,7 +58,7 @@ def evaluate_policy(
         config=rollout,
         seed=seed,
         step=0,
-        sampling=Sampling(config.temperature),
+        sampling=Sampling.of(config),
         progress=report,
     )
 

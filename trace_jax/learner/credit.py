@@ -25,6 +25,7 @@ class Trajectory(Protocol):
     group: int
     sample: int
     reward: float
+    kept: Int[np.ndarray, "n k"] | None
 
     @property
     def truncated(self) -> bool:
@@ -73,7 +74,7 @@ def grpo_sequences(trajectories: Seq[Trajectory], config: GRPOConfig) -> tuple[l
         if advantage == 0.0 and not regularised:
             left_out += tokens if config.aggregation == "token_mean" else 1.0
             continue
-        sequences.append(Sequence(t.ids, t.loss_mask, float(advantage), t.behaviour_logprobs()))
+        sequences.append(Sequence(t.ids, t.loss_mask, float(advantage), t.behaviour_logprobs(), kept=t.kept))
     count = max(len(trajectories), 1)
     return (
         sequences,

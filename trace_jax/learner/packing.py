@@ -28,6 +28,8 @@ class Sequence:
         advantages: per token; ignored outside the mask and by "sft".
         old_logprobs: of the behaviour policy; ignored outside the mask and by "sft".
         weight: of this sequence in every aggregation.
+        kept: ids that the sampler could have drawn in the place of each token, itself included; unused entries are -1.
+            A token without any, and every token when there is no `kept`, is scored over the whole vocabulary.
     """
 
     ids: Int[np.ndarray, " n"]
@@ -35,6 +37,7 @@ class Sequence:
     advantages: Float[np.ndarray, " n"] | float = 0.0
     old_logprobs: Float[np.ndarray, " n"] | float = 0.0
     weight: float = 1.0
+    kept: Int[np.ndarray, "n k"] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -52,6 +55,7 @@ class LearnerBatch:
         loss_mask: tokens that are trained on.
         advantages, old_logprobs, weights: per token, see `Sequence`.
         reference_logprobs: of the policy that the KL penalty pulls to; 0 when there is none.
+        kept: see `Sequence`; None when no sampler left anything out, which costs nothing.
     """
 
     ids: Int[Array, "rows time"]
@@ -62,15 +66,17 @@ class LearnerBatch:
     old_logprobs: Float[Array, "rows time"]
     weights: Float[Array, "rows time"]
     reference_logprobs: Float[Array, "rows time"]
+    kept: Int[Array, "rows time k"] | None = None
 
 
 _DTYPES = {"ids": np.int32, "positions": np.int32, "segments": np.int32, "loss_mask": bool}
 
 
-def empty_batch(row_length: int, rows: int) -> LearnerBatch:
-    """A micro-batch of padding only."""
+def empty_batch(row_length: int, rows: int, top_k: int = 0) -> LearnerBatch:
+    """A micro-batch of padding only, with room for `top_k` kept ids a token."""
     shape = (rows, row_length)
-    return LearnerBatch(**{f.name: np.zeros(shape, _DTYPES.get(f.name, np.float32)) for f in fields(LearnerBatch)})
+    streams = {f.name: np.zeros(shape, _DTYPES.get(f.name, np.float32)) for f in fields(LearnerBatch)}
+    return LearnerBatch(**streams | {"kept": np.full((*shape, top_k), -1, np.int32) if top_k else None})
 
 
 def layout(lengths: Seq[int], row_length: int) -> list[tuple[int, int]]:
@@ -100,20 +106,24 @@ def layout(lengths: Seq[int], row_length: int) -> list[tuple[int, int]]:
     return places
 
 
-def pack(sequences: Seq[Sequence], row_length: int, rows: int) -> list[LearnerBatch]:
+def pack(sequences: Seq[Sequence], row_length: int, rows: int, top_k: int = 0) -> list[LearnerBatch]:
     """Packs sequences into micro-batches of `rows` x `row_length`; the last one is filled up with padding rows.
 
     Deterministic: a function of the sequences and their order.
 
+    Args:
+        top_k: of the sampler: how many kept ids a token may have (part of the shape of a micro-batch).
+
     Raises:
         ConfigError: a sequence is longer than a row.
-        ValueError: a sequence is empty, its arrays disagree in length, or its first token is trained on.
+        ValueError: a sequence is empty, its arrays disagree in length, its first token is trained on, it keeps more
+            than `top_k` ids a token, or a trained token is not among those kept in its place.
     """
     for i, s in enumerate(sequences):
-        _check(i, s)
+        _check(i, s, top_k)
     places = layout([len(s) for s in sequences], row_length)
     used = 1 + max((row for row, _ in places), default=0)  # no sequences: one micro-batch of padding
-    whole = empty_batch(row_length, -(-used // rows) * rows)
+    whole = empty_batch(row_length, -(-used // rows) * rows, top_k)
     segments_in_row = np.zeros(len(whole.ids), np.int32)
     for i in sorted(range(len(sequences)), key=places.__getitem__):
         s, (row, start) = sequences[i], places[i]
@@ -126,6 +136,8 @@ def pack(sequences: Seq[Sequence], row_length: int, rows: int) -> list[LearnerBa
         whole.advantages[at] = s.advantages
         whole.old_logprobs[at] = s.old_logprobs
         whole.weights[at] = s.weight
+        if s.kept is not None:
+            whole.kept[at][:, : s.kept.shape[1]] = s.kept
     return [jax.tree.map(lambda a, b=b: a[b : b + rows], whole) for b in range(0, len(whole.ids), rows)]
 
 
@@ -135,13 +147,20 @@ def unpack(values: Seq[Float[np.ndarray, "rows time"]], lengths: Seq[int], row_l
     return [rows[row, start : start + n] for n, (row, start) in zip(lengths, layout(lengths, row_length), strict=True)]
 
 
-def _check(index: int, s: Sequence) -> None:
+def _check(index: int, s: Sequence, top_k: int) -> None:
     n = len(s.ids)
     if n == 0:
         raise ValueError(f"sequence {index} is empty")
-    for name in ("loss_mask", "advantages", "old_logprobs"):
+    for name in ("loss_mask", "advantages", "old_logprobs", "kept"):
         value = np.asarray(getattr(s, name))
         if value.ndim and len(value) != n:
             raise ValueError(f"sequence {index}: {name} has {len(value)} entries for {n} tokens")
     if s.loss_mask[0]:
         raise ValueError(f"sequence {index}: its first token has nothing before it and cannot be trained on")
+    if s.kept is None:
+        return
+    if s.kept.shape[1] > top_k:
+        raise ValueError(f"sequence {index} keeps {s.kept.shape[1]} ids a token, top_k is {top_k}")
+    trained = s.kept[s.loss_mask]
+    if not np.all((trained == s.ids[s.loss_mask][:, None]).any(1) | (trained < 0).all(1)):
+        raise ValueError(f"sequence {index}: a trained token is not among the ids kept in its place")

@@ -52,14 +52,16 @@ def transformer_logprobs(graphdef: nnx.GraphDef, temperature: float = 1.0) -> Lo
     """`LogprobFn` of a `policy.Transformer` split by `nnx.split(model, nnx.Param)`.
 
     Args:
-        temperature: the one the trajectories were sampled at, so that both sides mean the same distribution.
+        temperature: the one the trajectories were sampled at, so that both sides mean the same distribution; of a
+            truncated one, a batch's `kept` says what was left.
     """
 
     def logprob_fn(params, batch):
         model = nnx.merge(graphdef, params)
         hidden = model(batch.ids, batch.positions, batch.segments)
         # the hidden state of token t predicts token t + 1: score the next id, then move the result to where that id is
-        scored = token_logprobs(model, hidden, jnp.roll(batch.ids, -1, axis=1), temperature)
+        targets, kept = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), (batch.ids, batch.kept))
+        scored = token_logprobs(model, hidden, targets, temperature, kept=kept)
         logprob, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in scored)
         before = jnp.pad(batch.segments[:, :-1], ((0, 0), (1, 0)))
         inside = (batch.segments > 0) & (batch.segments == before)

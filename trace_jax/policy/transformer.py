@@ -22,6 +22,8 @@ from trace_jax.policy.cache import KVCache
 # Layers up to which the training scan is unrolled: a loop stacks and zeroes every saved activation, which costs a tenth
 # of the step on CPU.
 UNROLL = 8
+# The score of an id that a truncated sampler left out: its probability is zero, p log p and its gradient are finite.
+LEFT_OUT = -1e30
 
 
 def _check(cfg: PolicyConfig) -> None:
@@ -195,28 +197,47 @@ def token_logprobs(
     targets: Int[Array, "B T"],
     temperature: float = 1.0,
     chunk: int = 1024,
+    kept: Int[Array, "B T k"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each target under softmax(logits / temperature), and the entropy of that distribution (nats).
 
     Tokens are handled `chunk` at a time and their scores recomputed in the backward pass, so the [B, T, V] array never
     exists.
+
+    Args:
+        kept: ids over which the softmax runs, the target among them; negative entries are none, and a token without any
+            id has the whole vocabulary. None: all tokens have. The gradient takes the set as given: it was fixed when
+            the target was drawn.
     """
     rows, time, width = hidden.shape
     count = rows * time
     chunk = min(chunk, count)
     padding = -count % chunk
-    flat = jnp.pad(hidden.reshape(count, width), ((0, padding), (0, 0))).reshape(-1, chunk, width)
-    wanted = jnp.pad(targets.reshape(count), (0, padding)).reshape(-1, chunk)
+
+    def chunks(x):
+        flat = x.reshape(count, *x.shape[2:])
+        return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(-1, chunk, *flat.shape[1:])
 
     @jax.checkpoint
     def one(carry, xs):
-        h, target = xs
-        logp = jax.nn.log_softmax(model.logits(h) / temperature)
+        h, target, left = xs
+        scores = model.logits(h) / temperature
+        if left is not None:
+            scores = jnp.where(_allowed(left, scores.shape[1]), scores, LEFT_OUT)
+        logp = jax.nn.log_softmax(scores)
         chosen = jnp.take_along_axis(logp, target[:, None], axis=1)[:, 0]
         return carry, (chosen, -jnp.sum(jnp.exp(logp) * logp, axis=1))
 
-    _, (logprob, entropy) = jax.lax.scan(one, None, (flat, wanted))
+    _, (logprob, entropy) = jax.lax.scan(one, None, jax.tree.map(chunks, (hidden, targets, kept)))
     return logprob.reshape(-1)[:count].reshape(rows, time), entropy.reshape(-1)[:count].reshape(rows, time)
+
+
+def _allowed(kept: Int[Array, "n k"], vocab_size: int) -> Bool[Array, "n V"]:
+    """Whether each id is kept; all are in a row that names none."""
+    rows = jnp.arange(kept.shape[0])[:, None]
+    named = jnp.zeros((kept.shape[0], vocab_size), bool)
+    named = named.at[rows, jnp.where(kept < 0, vocab_size, kept)].set(True, mode="drop")
+    return named | jnp.all(kept < 0, axis=1, keepdims=True)
 
 
 def _matmul(x: Float[Array, "n a"], weight: Float[Array, "a b"]) -> Float[Array, "n b"]:

@@ -25,6 +25,7 @@ from trace_jax.rollout.trajectory import write_parquet
 
 AGENTS = ("untrained", "analyst", "sft", "grpo")
 OTHER = "other/"  # results of other splits or settings, under evaluation/ and trajectories/
+SAMPLER = ("temperature", "top_k", "top_p", "min_p")  # `rollout` has one for training, `evaluation` its own
 LIMITS = (
     "rollout.context",
     "rollout.max_turns",
@@ -68,8 +69,9 @@ def _check_changes(stored: RunConfig, config: RunConfig, changed: Sequence[str],
         section = name.split(".")[0]
         if section == "evaluation" or name in ("data.seed", f"data.{split}"):
             continue
-        if section != "rollout" or name == "rollout.temperature":
-            also = " (evaluation.temperature does)" if name == "rollout.temperature" else ""
+        sampler = name.removeprefix("rollout.") in SAMPLER
+        if section != "rollout" or sampler:
+            also = f" (evaluation.{name.removeprefix('rollout.')} does)" if sampler else ""
             raise ConfigError(
                 f"`{name}` cannot change in `eval`{also}: only evaluation.*, data.seed, data.{split} and rollout.* can"
             )
@@ -91,7 +93,8 @@ def name_of(agent: str, split: str, changes: Mapping[str, Any]) -> str:
 def _settings(config: RunConfig, split: str) -> dict[str, Any]:
     """What a result depends on besides the policy, as far as it may change within a run."""
     kept = ("seed", "evaluation.", "rollout.", "environment.reward_", "data.seed", f"data.{split}")
-    unused = ("rollout.temperature", "rollout.tool_workers", "rollout.slots")
+    speed = ("tool_workers", "slots", "decode_steps", "stale_cache")  # no parameters change while a policy is scored
+    unused = {f"rollout.{name}" for name in SAMPLER + speed}
     fields = {k: v for k, v in config_io.flatten(config) if k.startswith(kept) and k not in unused}
     return {"split": split} | fields
 

@@ -22,6 +22,7 @@ from trace_jax.recipes.interrupt import Interrupted
 from trace_jax.recipes.rundir import writing
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.collect import CollectStats, collect, metrics
+from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.trajectory import Trajectory, write_parquet
 
 STAGE, VALIDATION = "grpo", "validation"
@@ -38,7 +39,7 @@ def train(work: Workspace) -> dict[str, float | None]:
         raise ConfigError(f"SFT of {run.path} is not finished: run `trace-jax sft --run-dir {run.path} --resume` first")
     start_params = work.trained_params("sft")
     total = config.steps * config.iterations
-    learner = work.learner(grpo_objective(config), config.optimizer, total, work.config.rollout.temperature)
+    learner = work.learner(grpo_objective(config), config.optimizer, total, Sampling.of(work.config.rollout))
     store = work.store(STAGE)
     restored = restore_state(store, learner, start_params)
     state = restored[0] if restored else learner.init(start_params)
@@ -72,7 +73,7 @@ def train(work: Workspace) -> dict[str, float | None]:
                 run.log(VALIDATION, step, validation)
             with writing(path := run.trajectories(STAGE, step + 1)):
                 write_parquet(path, trajectories, step + 1)
-            state, last = _update(learner, state, trajectories, config, reference)
+            state, last = _update(learner, state, trajectories, config, reference, work.config.rollout.top_k)
             last = figures | last
             run.log(STAGE, step + 1, last)
             bar.update(step + 1, reward=last["reward"], loss=last["loss"], entropy=last["entropy"])
@@ -123,11 +124,17 @@ def _validate(work: Workspace, step: int) -> dict[str, float]:
     return _collect(work, "validation", range(config.validation_episodes), 1, VALIDATION, step)[1]
 
 
-def _update(learner: Learner, state, trajectories: Sequence[Trajectory], config: GRPOConfig, reference: Params):
+def _update(
+    learner: Learner,
+    state,
+    trajectories: Sequence[Trajectory],
+    config: GRPOConfig,
+    reference: Params,
+    top_k: int = 0,
+):
     """`iterations` optimizer steps on one collection. Returns the new state and the metrics of the last of them."""
     sequences, left_out, figures = grpo_sequences(trajectories, config)
-    shape = (config.microbatch.row_length, config.microbatch.rows)
-    batches = packing.pack(sequences, *shape) or [packing.empty_batch(*shape)]
+    batches = packing.pack(sequences, config.microbatch.row_length, config.microbatch.rows, top_k)
     if config.kl_coefficient:
         batches = learner.with_reference(reference, batches)
     for iteration in range(config.iterations):

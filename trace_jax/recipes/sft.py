@@ -9,6 +9,7 @@ from trace_jax.learner.packing import Sequence, pack
 from trace_jax.recipes import schedule, teacher
 from trace_jax.recipes.teacher import Lesson
 from trace_jax.recipes.workspace import Workspace
+from trace_jax.rollout.sampling import Sampling
 
 STAGE = "sft"
 
@@ -23,7 +24,7 @@ def train(work: Workspace, lessons: list[Lesson]) -> dict[str, float]:
     steps = schedule.sft_steps(len(items), config.batch, config.epochs)
     if steps == 0:
         raise ConfigError(f"`sft.batch` ({config.batch}) exceeds the {len(items)} usable transcripts: lower it")
-    learner = work.learner(sft_objective(), config.optimizer, steps, temperature=1.0)
+    learner = work.learner(sft_objective(), config.optimizer, steps, Sampling())
     store = work.store(STAGE)
     restored = restore_state(store, learner, work.initial_params)
     state = restored[0] if restored else learner.init(work.initial_params)

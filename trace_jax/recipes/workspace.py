@@ -24,6 +24,7 @@ from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, writing
 from trace_jax.recipes.teacher import Lesson
 from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.sampling import Sampling, check_training
 from trace_jax.warehouse.splits import load_split
 
 TOKENIZER = "tokenizer.model"
@@ -84,10 +85,14 @@ class Workspace:
         """The device mesh of the configuration."""
         return sharding.make_mesh(self.config.mesh)
 
-    def learner(self, objective: Objective, optimizer: Any, total_steps: int, temperature: float) -> Learner:
-        """A learner for the policy; `temperature` is the one its trajectories are sampled at."""
-        graphdef = nnx.graphdef(self.model)
-        logprobs = transformer_logprobs(graphdef, temperature)
+    def learner(self, objective: Objective, optimizer: Any, total_steps: int, sampling: Sampling) -> Learner:
+        """A learner for the policy, of trajectories that are sampled so.
+
+        Raises:
+            ConfigError: a sampler whose distribution it does not reproduce.
+        """
+        check_training(sampling)
+        logprobs = transformer_logprobs(nnx.graphdef(self.model), sampling.temperature)
         return Learner(logprobs, objective, optimizer, total_steps, self.mesh, logical_axes(self.model))
 
     def store(self, stage: str) -> CheckpointStore:

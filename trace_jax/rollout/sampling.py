@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from trace_jax.config import ConfigError
+from trace_jax.config import ConfigError, EvaluationConfig, RolloutConfig
 
 
 class Knobs(NamedTuple):
@@ -67,6 +67,11 @@ class Sampling:
             raise ConfigError(f"sampling top_p {self.top_p} is not a share; use a number above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"sampling min_p {self.min_p} is not a fraction; use a number between 0 and 1")
+
+    @classmethod
+    def of(cls, config: RolloutConfig | EvaluationConfig) -> Sampling:
+        """The sampler that a section of the configuration describes."""
+        return cls(config.temperature, config.top_k, config.top_p, config.min_p)
 
     @property
     def greedy(self) -> bool:

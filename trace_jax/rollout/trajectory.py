@@ -104,11 +104,13 @@ class Trajectory:
         """`logprobs`, for a learner that needs the behaviour policy.
 
         Raises:
-          ConfigError: the trajectory was sampled greedily, so that no importance ratio is defined.
+          ConfigError: the trajectory was sampled greedily or from a truncated distribution that was not recorded, so
+            that no importance ratio is defined.
         """
         if np.isnan(self.logprobs).any():
             raise ConfigError(
-                "trajectory sampled greedily has no behaviour log-probabilities; train on rollout.temperature > 0"
+                "trajectory sampled greedily, or truncated without a top_k, has no behaviour log-probabilities; train "
+                "on rollout.temperature > 0 and, with top_p or min_p, rollout.top_k > 0"
             )
         return self.logprobs
 
