@@ -1,50 +1,38 @@
 """Collection of trajectories: the policy samples turns, tools answer between them, the environment grades.
 
 Token in, token out: a row is the prompt's ids, the sampled ids and the observations' ids, concatenated and never
-encoded again. Rows take their turns together; tools of one turn run in a pool of threads. The result is a function of
-the policy, the tasks and the seeds: neither the number of workers nor the order in which tools return changes it
-(time-outs aside).
+encoded again. Each row goes its own way: its tool calls run in worker threads while others are sampled, and when it
+ends the next one takes its slot. The result is a function of the policy, the tasks and the seeds: neither the number of
+workers or slots nor the order in which turns and tools return changes it (time-outs aside).
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
-from trace_jax.config import ConfigError, RolloutConfig
-from trace_jax.environments.base import Environment, Episode, Observation, Task
-from trace_jax.rollout.engine import Generator
-from trace_jax.rollout.lane import SampledTurn
+from trace_jax.config import RolloutConfig
+from trace_jax.environments.base import Environment, Episode, Observation, Reward, Task
+from trace_jax.rollout.collect_stats import CollectStats, metrics
+from trace_jax.rollout.generator import Generator, SampledTurn
+from trace_jax.rollout.row import Chat, Row, planned
 from trace_jax.rollout.sampling import Sampling
-from trace_jax.rollout.trajectory import PROMPT_TURN, STATUSES, Trajectory
+from trace_jax.rollout.trajectory import Trajectory
 from trace_jax.rollout.workers import Call, WorkerPool
 
+__all__ = ["Chat", "CollectStats", "collect", "metrics"]
 
-class Chat(Protocol):
-    """What collection needs of a chat format."""
-
-    def encode_prompt(self, system: str, user: str) -> Sequence[int]: ...
-
-    def encode_observation(self, text: str) -> Sequence[int]: ...
-
-    def parse_turn(self, ids: Sequence[int]) -> Any: ...  # .kind "call" | "answer" | "malformed", .text
-
-
-@dataclass
-class CollectStats:
-    """Where the time of a collection went, in wall-clock seconds. Add several collections by passing the same
-    object."""
-
-    prefill: float = 0.0
-    decode: float = 0.0
-    tools: float = 0.0
-    total: float = 0.0
+OPENED_AHEAD = 8  # episodes that are opened before their row has a slot
+TICK_SECONDS = 1.0  # `progress` is called at least this often
+_UNGRADED = ("timed_out", "tool_failure")
 
 
 def collect(
@@ -65,266 +53,348 @@ def collect(
     """Samples `group` trajectories of each task.
 
     Args:
-      generator: the sampler, e.g. `engine.Engine`.
+      generator: the sampler, e.g. `engine.Engine`; its `slots` rows are in flight at once.
       chat: turn format.
-      environment: opens episodes; `open` is called from one background thread, `step` from the tool threads.
+      environment: opens episodes; `open` is called from a background thread, `step` from the tool threads, `grade` and
+        `close` from another one.
       tasks: tasks, or their indices in the environment. A task that is named twice is sampled anew.
       group: trajectories a task.
-      config: limits; its `temperature` unless `sampling` is given.
+      config: limits; its temperature and truncation unless `sampling` is given.
       seed: of the run. step: of the run; the two, the task, and the place in the group seed every trajectory.
       workers: tool threads, `config.tool_workers` by default.
-      sampling: overrides the temperature. Log-probabilities of a sampler that the learner does not reproduce (greedy,
-        top-k) are withheld as NaN.
-      stats: filled with timings.
-      progress: called with (trajectories ended, trajectories in all).
+      sampling: overrides temperature and truncation. Log-probabilities of a sampler that the learner does not reproduce
+        are withheld as NaN.
+      stats: filled with figures.
+      progress: called with (trajectories ended, trajectories in all) when one has ended and at least every second. What
+        it raises ends the collection.
 
     Returns:
       Trajectories ordered by task, then by place in the group.
 
     Raises:
       ConfigError: a prompt that leaves no room for a turn in `config.context`.
+      BaseException: what the generator delivered or `progress` raised; every episode is closed by then, except of tool
+        calls that do not return, which are closed when they do.
     """
     start = time.perf_counter()
-    sampling = sampling or Sampling(config.temperature)
     stats = stats if stats is not None else CollectStats()
-    rows = [
-        _Row(task=task, group=g, sample=k, seed=_row_seed(seed, step, task.index, repeat, k))
-        for g, (task, repeat) in enumerate(_with_repeats(environment, tasks))
-        for k in range(group)
-    ]
-    prompts: dict[int, np.ndarray] = {}
-    for row in rows:
-        if row.group not in prompts:
-            prompts[row.group] = np.asarray(chat.encode_prompt(row.task.system, row.task.user), np.int32)
-            if len(prompts[row.group]) + 2 > config.context:
-                raise ConfigError(
-                    f"prompt of task {row.task.index} has {len(prompts[row.group])} tokens, rollout.context is "
-                    f"{config.context}: raise it"
-                )
-        row.append(prompts[row.group], PROMPT_TURN)
-    ended = 0
-    with WorkerPool(workers or config.tool_workers) as pool:
-        for begin in range(0, len(rows), config.slots):
-            wave = rows[begin : begin + config.slots]
-            report = (lambda n, before=ended: progress(before + n, len(rows))) if progress else None
-            _Wave(generator, chat, environment, config, sampling, pool, stats, report).run(wave)
-            ended += len(wave)
-    stats.total += time.perf_counter() - start
-    return [row.trajectory(sampling.trainable) for row in rows]
-
-
-def metrics(trajectories: Sequence[Trajectory], stats: CollectStats | None = None) -> dict[str, float]:
-    """Means over trajectories, shares of each status, and seconds by phase when `stats` are given."""
-    n = max(len(trajectories), 1)
-    counts = Counter(t.status for t in trajectories)
-    result = {
-        "trajectories": float(len(trajectories)),
-        "reward": sum(t.reward for t in trajectories) / n,
-        "tool_calls": sum(t.tool_calls for t in trajectories) / n,
-        "turns": sum(len(t.versions) for t in trajectories) / n,
-        "length": sum(len(t) for t in trajectories) / n,
-        "sampled_tokens": float(sum(t.sampled_tokens for t in trajectories)),
-        "tokens": float(sum(len(t) for t in trajectories)),
-    }
-    result |= {f"status/{name}": counts[name] / n for name in STATUSES}
-    if stats is not None:
-        result |= {
-            "seconds/prefill": stats.prefill,
-            "seconds/decode": stats.decode,
-            "seconds/tools": stats.tools,
-            "seconds/total": stats.total,
-            "decode_tokens_per_second": result["sampled_tokens"] / stats.decode if stats.decode else 0.0,
-        }
+    rows = planned(chat, environment, tasks, group=group, context=config.context, seed=seed, step=step)
+    sampling = sampling or Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
+    pool = WorkerPool({"tool": workers or config.tool_workers, "open": 1, "grade": 1})
+    result = _Collection(generator, chat, environment, config, sampling, pool, stats, rows).run(progress)
+    stats.close(time.perf_counter() - start)
     return result
 
 
-def _row_seed(seed: int, step: int, task: int, repeat: int, sample: int) -> int:
-    return int(np.random.SeedSequence([seed, step, task, repeat, sample]).generate_state(1, np.uint64)[0])
+class _Event(NamedTuple):
+    """A call of a row that ended, and what to do about it."""
+
+    handler: Callable[[Row, Call], None]
+    row: Row
+    call: Call
 
 
-def _with_repeats(environment: Environment, tasks: Sequence[Task | int]) -> list[tuple[Task, int]]:
-    """Each task with how often it was named before."""
-    seen: Counter[int] = Counter()
-    result = []
-    for entry in tasks:
-        task = environment.task(int(entry)) if isinstance(entry, int | np.integer) else entry
-        result.append((task, seen[task.index]))
-        seen[task.index] += 1
-    return result
+class _Collection:
+    """The event loop. Its state belongs to the collecting thread; sampler and workers only put events in the queue.
 
+    A row moves through the states of `Row.state`. While it has a slot, exactly one event is due for it: a turn, the
+    opening of its episode, or the result of a tool call.
+    """
 
-@dataclass
-class _Row:
-    """A trajectory while it grows."""
-
-    task: Task
-    group: int
-    sample: int
-    seed: int
-    pieces: list[tuple[np.ndarray, np.ndarray | None, int]] = field(default_factory=list)  # ids, logprobs, turn
-    length: int = 0
-    versions: list[int] = field(default_factory=list)
-    tool_calls: int = 0
-    answer: str | None = None
-    status: str | None = None  # None while it goes on
-    seconds: float = 0.0  # of sampling and of its own tool calls
-    reward: float = 0.0
-    rewards: dict[str, float] = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
-    episode: Future[Episode] | None = None
-    hung: bool = False  # a tool call of it never returned
-
-    def append(self, ids: np.ndarray, turn: int, logprobs: np.ndarray | None = None) -> None:
-        self.pieces.append((ids, logprobs, turn))
-        self.length += len(ids)
-
-    def trajectory(self, trainable: bool) -> Trajectory:
-        sampled = [logprobs is not None for _, logprobs, _ in self.pieces]
-        lengths = [len(ids) for ids, _, _ in self.pieces]
-        withheld = 1.0 if trainable else np.nan
-        logprobs = [np.zeros(len(ids)) if values is None else values * withheld for ids, values, _ in self.pieces]
-        return Trajectory(
-            ids=np.concatenate([ids for ids, _, _ in self.pieces]).astype(np.int32),
-            loss_mask=np.repeat(sampled, lengths),
-            logprobs=np.concatenate(logprobs).astype(np.float32),
-            turn_index=np.repeat(np.asarray([turn for _, _, turn in self.pieces], np.int32), lengths),
-            versions=tuple(self.versions),
-            status=self.status,
-            task_index=int(self.task.index),
-            group=self.group,
-            sample=self.sample,
-            reward=self.reward,
-            rewards=self.rewards,
-            tool_calls=self.tool_calls,
-            answer=self.answer,
-            info=self.info,
-            labels=dict(self.task.labels),
-        )
-
-
-class _Wave:
-    """Rows that are generated together."""
-
-    def __init__(self, generator, chat, environment, config, sampling, pool, stats, report):
+    def __init__(
+        self,
+        generator: Generator,
+        chat: Chat,
+        environment: Environment,
+        config: RolloutConfig,
+        sampling: Sampling,
+        pool: WorkerPool,
+        stats: CollectStats,
+        rows: list[Row | None],
+    ):
         self.generator, self.chat, self.environment, self.config = generator, chat, environment, config
-        self.sampling, self.pool, self.stats, self.report = sampling, pool, stats, report
+        self.sampling, self.pool, self.stats = sampling, pool, stats
+        self.rows = rows  # None when over, so that nothing of it is kept
+        self.results: list[Trajectory | None] = [None] * len(rows)
+        self.events: queue.SimpleQueue[SampledTurn | BaseException | _Event] = queue.SimpleQueue()
+        self.states = Counter({"unstarted": len(rows)})
+        self.started = self.asked = 0  # rows with a slot so far; rows whose episode was asked for or is not needed
+        self.episodes = 0  # asked for and not yet given back
+        self.deadlines: deque[int] = deque()  # started rows; the limit is the same for all, so the first ends first
 
-    def run(self, rows: list[_Row]) -> None:
-        opener = ThreadPoolExecutor(1, thread_name_prefix="rollout-open")
+    def run(self, progress: Callable[[int, int], None] | None) -> list[Trajectory]:
+        reported, moment = (-1, 0.0), time.monotonic()
         try:
-            for row in rows:  # databases open while the first turn is sampled
-                row.episode = opener.submit(self.environment.open, row.task)
-            seeds = np.asarray([row.seed for row in rows], np.uint64)
-            self.generator.begin([row.pieces[0][0] for row in rows], seeds, self.sampling)
-            for turn in range(self.config.max_turns):
-                active = [i for i, row in enumerate(rows) if row.status is None]
-                if not active:
-                    break
-                self._turn(rows, np.asarray(active), turn)
-                if self.report:
-                    self.report(sum(row.status is not None for row in rows))
-            self._grade(rows)
+            self.generator.begin(self.sampling, self.events.put)
+            self._fill()
+            while (ended := self.states["over"]) < len(self.rows):
+                now = time.monotonic()
+                if progress and (ended != reported[0] or now - reported[1] >= TICK_SECONDS):
+                    reported = ended, now
+                    progress(ended, len(self.rows))
+                event = self._next(self._patience(now))
+                now = time.monotonic()
+                self.stats.spend(now - moment, self.states["sampling"] > 0, self.states["tool"] > 0)
+                moment = now
+                if isinstance(event, _Event):
+                    event.handler(event.row, event.call)
+                elif event is not None:
+                    self._on_turn(event)
+                self._expire(time.monotonic())
+            if progress:
+                progress(len(self.rows), len(self.rows))
         finally:
-            opener.shutdown(wait=False, cancel_futures=True)
-            for row in rows:
-                if not row.hung:  # the pool closes those whose call still runs
-                    _close(row.episode)
-                row.episode = None
+            self._close()
+        return self.results
 
-    def _turn(self, rows: list[_Row], active: np.ndarray, turn: int) -> None:
-        """Samples one turn of each active row, runs its tool call, appends the observation."""
-        config = self.config
-        limits = np.asarray([min(config.max_turn_tokens, config.context - rows[i].length) for i in active])
-        before = dict(getattr(self.generator, "seconds", {}))
-        version = self.generator.version  # before sampling: the oldest that a token of this turn can come from
-        start = time.perf_counter()
-        turns = self.generator.sample_turn(active, limits)
-        sampling_seconds = time.perf_counter() - start
-        spent = getattr(self.generator, "seconds", {"decode": sampling_seconds})
-        self.stats.prefill += spent.get("prefill", 0.0) - before.get("prefill", 0.0)
-        self.stats.decode += spent.get("decode", 0.0) - before.get("decode", 0.0)
-        calls: dict[int, Call] = {}
-        for i, sampled in zip(active.tolist(), turns, strict=True):
-            row = rows[i]
-            row.seconds += sampling_seconds
-            row.append(np.asarray(sampled.ids, np.int32), turn, np.asarray(sampled.logprobs, np.float32))
-            row.versions.append(version)
-            code = self._read(row, sampled, turn)
-            if code is not None:
-                calls[i] = self._call(row, code, turn)
-        start = time.perf_counter()
-        self.pool.run(list(calls.values()))
-        self.stats.tools += time.perf_counter() - start
-        extended = [(i, ids) for i, call in calls.items() if (ids := self._observe(rows[i], call, turn)) is not None]
-        if extended:
-            self.generator.extend(np.asarray([i for i, _ in extended]), [ids for _, ids in extended])
-
-    def _read(self, row: _Row, sampled: SampledTurn, turn: int) -> str | None:
-        """Code of the tool call; None when the turn ended the trajectory, whose status is then set."""
-        if not sampled.stopped:
-            row.status = "truncated"
+    def _next(self, patience: float) -> SampledTurn | BaseException | _Event | None:
+        try:
+            return self.events.get(timeout=patience)
+        except queue.Empty:
             return None
-        parsed = self.chat.parse_turn(sampled.ids.tolist())
-        if parsed.kind == "answer":
-            row.answer, row.status = parsed.text, "finished"
-        elif parsed.kind != "call":
-            row.status = "malformed"
-        elif turn + 1 == self.config.max_turns:  # no turn left to answer in
-            row.status = "truncated"
-        elif row.seconds >= self.config.trajectory_seconds:
-            row.status = "timed_out"
-        return parsed.text if row.status is None else None
 
-    def _call(self, row: _Row, code: str, turn: int) -> Call:
-        row.tool_calls += 1
-        episode, final = row.episode, turn + 2 == self.config.max_turns
+    def _then(self, handler: Callable[[Row, Call], None], row: Row) -> Callable[[Call], None]:
+        """Delivers a call of a row to the event loop."""
+        return lambda call: self.events.put(_Event(handler, row, call))
 
-        def run() -> Observation:
-            return episode.result().step(code, final_turn=final)
+    # Slots
 
-        return Call(run, self.config.trajectory_seconds - row.seconds, cleanup=lambda: _close(episode))
+    def _fill(self) -> None:
+        """Starts rows as long as a slot is free, and opens episodes of those started or about to start."""
+        while self.started < len(self.rows) and self._held() < self.generator.slots:
+            row = self.rows[self.started]
+            self.started += 1
+            row.deadline = time.monotonic() + self.config.trajectory_seconds
+            self.deadlines.append(row.number)
+            self._move(row, "sampling")
+            self.generator.start(row.number, row.pieces[0].ids, row.seed, self._limit(row))
+        self._open()
 
-    def _observe(self, row: _Row, call: Call, turn: int) -> np.ndarray | None:
-        """Appends what the tool answered; None when the trajectory ended instead."""
-        row.seconds += call.seconds
-        if call.abandoned:
-            row.status, row.hung = "timed_out", True
-        elif call.error is not None:
-            row.status = "tool_failure"
-            row.info["error"] = f"{type(call.error).__name__}: {call.error}"
-        elif call.value.status == "tool_failure":
-            row.status = "tool_failure"
-            row.info["error"] = call.value.text
+    def _held(self) -> int:
+        return self.states["sampling"] + self.states["opening"] + self.states["tool"]
+
+    def _move(self, row: Row, state: str) -> None:
+        self.states[row.state] -= 1
+        self.states[state] += 1
+        row.state = state
+
+    def _limit(self, row: Row) -> int:
+        return min(self.config.max_turn_tokens, self.config.context - row.length)
+
+    def _patience(self, now: float) -> float:
+        """Seconds until something is due even if nothing happens."""
+        first = self.rows[self.deadlines[0]] if self.deadlines else None
+        return TICK_SECONDS if first is None else min(max(first.deadline - now, 0.0), TICK_SECONDS)
+
+    def _expire(self, now: float) -> None:
+        """Ends rows whose time is up at the sampler or at the opener. Tool calls have the same deadline at the workers,
+        which tell whether a thread still holds the episode."""
+        while self.deadlines:
+            row = self.rows[self.deadlines[0]]
+            if row is not None and row.status is None:
+                if row.deadline > now:
+                    return
+                if row.state in ("sampling", "opening"):
+                    self._time_out(row, f"while it was {row.state}")
+            self.deadlines.popleft()
+
+    def _time_out(self, row: Row, where: str) -> None:
+        row.fail("timed_out", f"the trajectory took longer than {self.config.trajectory_seconds:g} s {where}")
+        self._end(row)
+
+    # Turns and tool calls
+
+    def _on_turn(self, turn: SampledTurn | BaseException) -> None:
+        if isinstance(turn, BaseException):
+            raise turn
+        row = self.rows[turn.row]
+        if row is None or row.status is not None:
+            return  # given up in the middle of this turn
+        if row.state != "sampling":
+            raise RuntimeError(f"the sampler delivered a turn of row {turn.row}, which asked for none")
+        row.turn(turn)
+        row.status = self._read(row, turn)
         if row.status is not None:
-            return None
-        ids = np.asarray(self.chat.encode_observation(call.value.text), np.int32)
-        if row.length + len(ids) >= self.config.context:  # no room for a single token after it
+            self._end(row)
+        elif time.monotonic() >= row.deadline:
+            self._time_out(row, "of sampling")
+        else:
+            row.tool_calls += 1
+            self._move(row, "opening")
+            self._call(row)
+
+    def _read(self, row: Row, turn: SampledTurn) -> str | None:
+        """Status that the turn gives the trajectory; None for a tool call, whose code is kept."""
+        if not turn.stopped:
+            return "truncated"
+        parsed = self.chat.parse_turn(np.asarray(turn.ids).tolist())
+        if parsed.kind == "answer":
+            row.answer = parsed.text
+            return "finished"
+        if parsed.kind != "call":
+            return "malformed"
+        row.code = parsed.text
+        return "truncated" if len(row.versions) == self.config.max_turns else None  # no turn left to answer in
+
+    def _call(self, row: Row) -> None:
+        """Hands the tool call to the workers once the episode is open."""
+        if not row.opened:
+            return
+        if row.episode is None:
+            self._refuse(row)
+            self._end(row)
+            return
+        episode, final = row.episode, len(row.versions) + 1 == self.config.max_turns
+        row.call = Call(
+            partial(_step, episode, row.code, final, self.chat),
+            self._then(self._on_tool, row),
+            row.deadline,
+            self.config.tool_queue_seconds,
+            lambda _: _close(episode),
+        )
+        self._move(row, "tool")
+        self.pool.submit("tool", row.call)
+
+    def _on_tool(self, row: Row, call: Call) -> None:
+        seen, ids = call.value if call.value is not None else (None, None)
+        row.call = None
+        self.stats.record(call, "tool_failure" if seen is None else seen.status)
+        if call.state == "hung":
+            row.episode = None  # closed by the abandoned thread
+            self._time_out(row, "in a tool call, which has not returned")
+        elif call.state == "expired" and call.wait_until < call.deadline:
+            row.fail("timed_out", f"a tool call waited {call.waited:.3g} s for a worker (rollout.tool_queue_seconds)")
+            self._end(row)
+        elif call.state == "expired":
+            self._time_out(row, "with a tool call that waited for a worker")
+        elif call.error is not None:
+            row.fail("tool_failure", _told(call.error))
+            self._end(row)
+        elif seen.status == "tool_failure":
+            row.fail("tool_failure", seen.text)
+            self._end(row)
+        elif time.monotonic() >= row.deadline:
+            self._time_out(row, "with its last tool call")
+        elif row.length + len(ids) >= self.config.context:  # no room for a single token after it
             row.status = "truncated"
-            return None
-        row.append(ids, turn)
-        return ids
+            self._end(row)
+        else:
+            row.observation(ids)
+            self._move(row, "sampling")
+            self.generator.resume(row.number, ids, self._limit(row))
 
-    def _grade(self, rows: list[_Row]) -> None:
-        for row in rows:
-            if row.status in ("timed_out", "tool_failure"):
-                continue
-            try:
-                reward = row.episode.result(self.config.trajectory_seconds).grade(row.answer or "")
-            except Exception as error:
-                row.status = "tool_failure"
-                row.info["error"] = f"{type(error).__name__}: {error}"
-                continue
-            row.info |= reward.info
-            finished = row.status == "finished"
-            row.reward = float(reward.total) if finished else 0.0
-            row.rewards = {name: float(value) if finished else 0.0 for name, value in reward.parts.items()}
+    # Episodes
+
+    def _open(self) -> None:
+        """Asks for episodes in the order of rows, never for more than the slots and a few ahead."""
+        most = self.generator.slots + OPENED_AHEAD
+        while self.asked < min(len(self.rows), self.started + OPENED_AHEAD) and self.episodes < most:
+            row = self.rows[self.asked]
+            self.asked += 1
+            if row is None or row.opened:
+                continue  # it ended before anybody needed its episode
+            self.episodes += 1
+            row.opening = Call(
+                partial(self.environment.open, row.task),
+                self._then(self._on_open, row),
+                time.monotonic() + self.config.trajectory_seconds,
+                cleanup=_close,
+            )
+            self.pool.submit("open", row.opening)
+
+    def _on_open(self, row: Row, call: Call) -> None:
+        row.opened, row.episode, call.value = True, call.value, None
+        if row.status is not None:
+            self._wind_up(row)
+        elif row.state == "opening":
+            self._call(row)
+
+    def _refuse(self, row: Row) -> None:
+        """Ends a row that needs an episode which could not be opened."""
+        if row.opening.error is None:
+            row.fail("timed_out", f"its episode was not open after {self.config.trajectory_seconds:g} s")
+        else:
+            row.fail("tool_failure", _told(row.opening.error))
+
+    # Ends
+
+    def _end(self, row: Row) -> None:
+        """Gives the slot of a row that has a status to the next one and grades the row in the background."""
+        self.generator.release(row.number)
+        self._move(row, "grading")
+        self._wind_up(row)
+        self._fill()
+
+    def _wind_up(self, row: Row) -> None:
+        """Grades a row that has ended and closes its episode, as soon as that is open."""
+        if not row.opened:
+            graded = row.status not in _UNGRADED
+            if graded or not (row.opening is None or self.pool.drop("open", row.opening)):
+                return  # `_on_open` comes back
+            row.opened = True
+        if row.episode is None:
+            if row.status not in _UNGRADED:
+                self._refuse(row)
+            self._complete(row)
+            return
+        answer = None if row.status in _UNGRADED else row.answer or ""
+        row.call = Call(
+            partial(_grade, row.episode, answer),
+            self._then(self._on_graded, row),
+            time.monotonic() + self.config.trajectory_seconds,
+        )
+        self.pool.submit("grade", row.call)
+
+    def _on_graded(self, row: Row, call: Call) -> None:
+        reward: Reward | None = call.value
+        if reward is not None:
+            row.grade(reward.total, reward.parts, reward.info)
+        elif row.status not in _UNGRADED:
+            late = f"grading took longer than {self.config.trajectory_seconds:g} s"
+            row.fail("tool_failure", late if call.error is None else _told(call.error))
+        if call.state == "expired":
+            _close(row.episode)
+        self._complete(row)
+
+    def _complete(self, row: Row) -> None:
+        self.episodes -= row.opening is not None
+        row.opening = row.call = row.episode = None  # their callbacks refer to the row
+        self.results[row.number] = row.trajectory(self.sampling.trainable)
+        self.rows[row.number] = None
+        self._move(row, "over")
+        self._open()
+
+    def _close(self) -> None:
+        """Ends whatever still goes on; after a whole collection only threads wait to be sent home."""
+        try:
+            self.generator.end()
+        finally:
+            self.pool.close()
+            for row in self.rows:
+                if row is not None and (row.call is None or row.call.state != "hung"):
+                    _close(row.episode or (row.opening and row.opening.value))
 
 
-def _close(episode: Future[Episode] | None) -> None:
-    """Closes an episode, if it was opened; what goes wrong while closing concerns nobody any more."""
-    if episode is None or episode.cancelled() or not episode.done() or episode.exception() is not None:
-        return
+def _step(episode: Episode, code: str, final: bool, chat: Chat) -> tuple[Observation, Int[np.ndarray, " n"]]:
+    """A tool call and the ids of its observation, which may be long."""
+    seen = episode.step(code, final_turn=final)
+    return seen, np.asarray(chat.encode_observation(seen.text), np.int32)
+
+
+def _grade(episode: Episode, answer: str | None) -> Reward | None:
+    """Grades an answer if there is one, and closes the episode."""
     try:
-        episode.result().close()
-    except Exception:
-        return
+        return None if answer is None else episode.grade(answer)
+    finally:
+        _close(episode)
+
+
+def _close(episode: Episode | None) -> None:
+    """Closes an episode, if it was opened; what goes wrong while closing concerns nobody any more."""
+    if episode is not None:
+        with contextlib.suppress(Exception):
+            episode.close()
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,188 @@
+"""Trajectories while they grow, and the chat format that they are written in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from trace_jax.config import ConfigError
+from trace_jax.environments.base import Environment, Episode, Task
+from trace_jax.rollout.generator import SampledTurn
+from trace_jax.rollout.trajectory import PROMPT_TURN, Trajectory
+from trace_jax.rollout.workers import Call
+
+ERROR_CHARACTERS = 400  # of `info["error"]`
+
+
+class _Piece(NamedTuple):
+    """Consecutive ids of one origin; `logprobs` and `kept` of sampled ones only."""
+
+    ids: Int[np.ndarray, " n"]
+    turn: int
+    logprobs: Float[np.ndarray, " n"] | None = None
+    kept: Int[np.ndarray, "n k"] | None = None
+
+
+class Chat(Protocol):
+    """What collection needs of a chat format. `encode_observation` is called from the tool threads."""
+
+    def encode_prompt(self, system: str, user: str) -> Sequence[int]: ...
+
+    def encode_observation(self, text: str) -> Sequence[int]: ...
+
+    def parse_turn(self, ids: Sequence[int]) -> Any: ...  # .kind "call" | "answer" | "malformed", .text
+
+
+@dataclass(eq=False)
+class Row:
+    """A trajectory while it grows.
+
+    Attributes:
+      number: place in the collection, and the sampler's name for it.
+      state: "unstarted" | "sampling" | "opening" (a call waits for the episode) | "tool" | "grading" | "over".
+      deadline: moment of `time.monotonic` at which its time is up; set when it starts.
+      status: of the trajectory, None while it goes on.
+      opening: the call that opens its episode. opened: whether that has ended. episode: what it opened, as long as no
+        abandoned thread holds it. call: the call of a tool or of grading that it waits for. code: of its tool call.
+    """
+
+    number: int
+    task: Task
+    group: int
+    sample: int
+    seed: int
+    state: str = "unstarted"
+    deadline: float = 0.0
+    status: str | None = None
+    opening: Call | None = None
+    opened: bool = False
+    episode: Episode | None = None
+    call: Call | None = None
+    code: str = ""
+    length: int = 0
+    tool_calls: int = 0
+    answer: str | None = None
+    reward: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    stale: list[bool] = field(default_factory=list)
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def prompt(self, ids: Int[np.ndarray, " n"]) -> None:
+        """Sets the first ids."""
+        self._append(_Piece(ids, PROMPT_TURN))
+
+    def turn(self, sampled: SampledTurn) -> None:
+        """Appends a sampled turn."""
+        kept = None if sampled.kept is None else np.asarray(sampled.kept, np.int32)
+        ids, logprobs = np.asarray(sampled.ids, np.int32), np.asarray(sampled.logprobs, np.float32)
+        self._append(_Piece(ids, len(self.versions), logprobs, kept))
+        self.versions.append(int(sampled.version))
+        self.stale.append(bool(sampled.stale))
+
+    def observation(self, ids: Int[np.ndarray, " n"]) -> None:
+        """Appends what the tool answered to the last turn."""
+        self._append(_Piece(ids, len(self.versions) - 1))
+
+    def _append(self, piece: _Piece) -> None:
+        self.pieces.append(piece)
+        self.length += len(piece.ids)
+
+    def fail(self, status: str, error: str) -> None:
+        """Ends it with a status and the reason."""
+        self.status = status
+        self.info["error"] = error[:ERROR_CHARACTERS]
+
+    def grade(self, total: float, parts: Mapping[str, float], info: Mapping[str, Any]) -> None:
+        """Takes a grade; only a finished trajectory has a reward."""
+        finished = self.status == "finished"
+        self.info |= info
+        self.reward = float(total) if finished else 0.0
+        self.rewards = {name: float(value) if finished else 0.0 for name, value in parts.items()}
+
+    def trajectory(self, trainable: bool) -> Trajectory:
+        """What it became. Unless `trainable`, the log-probabilities of sampled ids are withheld as NaN."""
+        pieces = self.pieces
+        lengths = [len(piece.ids) for piece in pieces]
+        withheld = 1.0 if trainable else np.nan
+        logprobs = [np.zeros(len(p.ids)) if p.logprobs is None else p.logprobs * withheld for p in pieces]
+        return Trajectory(
+            ids=np.concatenate([piece.ids for piece in pieces]),
+            loss_mask=np.repeat([piece.logprobs is not None for piece in pieces], lengths),
+            logprobs=np.concatenate(logprobs).astype(np.float32),
+            turn_index=np.repeat(np.asarray([piece.turn for piece in pieces], np.int32), lengths),
+            versions=tuple(self.versions),
+            status=self.status,
+            task_index=int(self.task.index),
+            group=self.group,
+            sample=self.sample,
+            reward=self.reward,
+            rewards=self.rewards,
+            tool_calls=self.tool_calls,
+            answer=self.answer,
+            info=self.info,
+            labels=dict(self.task.labels),
+            stale=tuple(self.stale),
+            kept=self._kept(),
+        )
+
+    def _kept(self) -> Int[np.ndarray, "N k"] | None:
+        width = max((piece.kept.shape[1] for piece in self.pieces if piece.kept is not None), default=0)
+        if not width:
+            return None
+        kept = np.full((self.length, width), -1, np.int32)
+        start = 0
+        for piece in self.pieces:
+            if piece.kept is not None:
+                kept[start : start + len(piece.ids), : piece.kept.shape[1]] = piece.kept
+            start += len(piece.ids)
+        return kept
+
+
+def planned(
+    chat: Chat,
+    environment: Environment,
+    tasks: Sequence[Task | int],
+    *,
+    group: int,
+    context: int,
+    seed: int,
+    step: int,
+) -> list[Row]:
+    """`group` rows of each task (or index of one) with their prompts, in the order of the tasks.
+
+    Raises:
+      ConfigError: a prompt that leaves no room for a turn in `context` tokens.
+    """
+    rows: list[Row] = []
+    for place, (task, repeat) in enumerate(_with_repeats(environment, tasks)):
+        prompt = np.asarray(chat.encode_prompt(task.system, task.user), np.int32)
+        if len(prompt) + 2 > context:
+            raise ConfigError(
+                f"prompt of task {task.index} has {len(prompt)} tokens, rollout.context is {context}: raise it"
+            )
+        for sample in range(group):
+            rows.append(Row(len(rows), task, place, sample, _row_seed(seed, step, task.index, repeat, sample)))
+            rows[-1].prompt(prompt)
+    return rows
+
+
+def _row_seed(seed: int, step: int, task: int, repeat: int, sample: int) -> int:
+    return int(np.random.SeedSequence([seed, step, task, repeat, sample]).generate_state(1, np.uint64)[0])
+
+
+def _with_repeats(environment: Environment, tasks: Sequence[Task | int]) -> list[tuple[Task, int]]:
+    """Each task with how often it was named before."""
+    seen: Counter[int] = Counter()
+    result = []
+    for entry in tasks:
+        task = environment.task(int(entry)) if isinstance(entry, int | np.integer) else entry
+        result.append((task, seen[task.index]))
+        seen[task.index] += 1
+    return result
