@@ -51,6 +51,10 @@ class KVCache:
             v=tuple(v.at[rows, :, :span].set(p, mode="drop") for v, p in zip(self.v, part.v, strict=True)),
         )
 
+    def first(self, length: int) -> KVCache:
+        """The first `length` positions of every row."""
+        return KVCache(k=tuple(k[..., :length] for k in self.k), v=tuple(v[:, :, :length] for v in self.v))
+
     def grow(self, length: int) -> KVCache:
         """The same rows with room for `length` positions, at least as many as now.
 

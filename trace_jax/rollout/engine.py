@@ -1,84 +1,147 @@
-"""The sampling engine: a key/value cache kept across turns, chunked prefill, and a decoding loop on the device.
+"""The sampling engine: continuous batching with a key/value cache that is kept across turns.
 
-Rows are spread over lanes. A lane owns a cache and a thread: on CPU one XLA program of this size keeps about one core
-busy, so two lanes use two cores. Every token is drawn with a key made from its row's seed and its position, so what a
-row samples does not depend on the rows that share its batch.
+A fixed number of slots holds the rows in flight. Slots are spread over lanes, each with a cache and a thread of its
+own: one lane a device, or a group of devices that split the heads of the policy, so that lanes never wait for each
+other and a process needs no other process to sample. On CPU several lanes share the device: one XLA program of this
+size keeps about one core busy. Within a lane slots are decoded in groups of one fixed size.
+
+Every token is drawn with a key made from its row's seed and its position, and every call has a fixed shape, so what a
+row samples does not depend on the rows that are sampled beside it, or on when.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Int, UInt64
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
 
 from trace_jax.config import ConfigError, RolloutConfig
 from trace_jax.policy.transformer import Transformer
-from trace_jax.rollout.lane import Lane, SampledTurn
-from trace_jax.rollout.programs import SMALLEST_BATCH, Programs
+from trace_jax.rollout.generator import Deliver
+from trace_jax.rollout.lane import Lane, LaneStats, Place
+from trace_jax.rollout.programs import Programs, chunks, head_sharding, length_buckets
 from trace_jax.rollout.sampling import Sampling
+from trace_jax.rollout.slots import Slots
+
+CPU_GROUP = 32  # slots decoded together on CPU, where a larger batch is no faster per row and idles more
 
 
-class Generator(Protocol):
-    """What `collect` needs of a sampler. Rows are numbered from 0 in the order of `begin`."""
+@dataclass
+class EngineStats(LaneStats):
+    """Sums of `LaneStats` over lanes (seconds too: lanes run side by side).
 
-    version: int
+    Attributes:
+      swaps: times that other parameters were set.
+    """
 
-    def begin(self, prompts: Sequence[np.ndarray], seeds: UInt64[np.ndarray, " rows"], sampling: Sampling) -> None:
-        """Forgets everything and starts one row per prompt."""
-        ...
+    swaps: int = 0
 
-    def sample_turn(self, rows: Int[np.ndarray, " n"], limits: Int[np.ndarray, " n"]) -> list[SampledTurn]:
-        """Samples each row until its stop token or `limits` tokens."""
-        ...
-
-    def extend(self, rows: Int[np.ndarray, " n"], ids: Sequence[np.ndarray]) -> None:
-        """Appends ids that were not sampled."""
-        ...
+    @property
+    def occupancy(self) -> float:
+        """Share of decoded slots and steps that drew a token for a row."""
+        return self.sampled_tokens / self.slot_steps if self.slot_steps else 0.0
 
 
 class Engine:
-    """Samples turns of many rows with one policy. Implements `Generator`."""
+    """Samples turns of many rows with one policy. Implements `generator.Generator`."""
 
-    def __init__(self, model: Transformer, config: RolloutConfig, stop_id: int, *, lanes: int | None = None):
+    def __init__(
+        self,
+        model: Transformer,
+        config: RolloutConfig,
+        stop_id: int,
+        *,
+        lanes: int | None = None,
+        mesh: Mesh | None = None,
+        specs: Callable[[Mesh], Any] | None = None,
+        reuse: bool = True,
+    ):
         """Reads the structure of `model` and its present parameters.
 
         Args:
           model: the policy; later parameters arrive through `set_params`.
-          config: `slots`, `context`, `max_turn_tokens` and `cache_dtype` fix the shapes.
+          config: `slots`, `context`, `decode_steps` and `cache_dtype` fix the shapes.
           stop_id: the token that ends a turn.
-          lanes: independent batches that run at once; by default one per core on CPU (at most 4) and 1 elsewhere.
+          lanes: independent batches that run at once, on a single device; by default one per core on CPU (at most 4)
+            and 1 elsewhere.
+          mesh: `data x fsdp x tensor x expert`; its devices in this process are divided into lanes of
+            `tensor x expert` devices. None: the default device.
+          specs: sharding of every parameter on the mesh of one lane. Needed when a lane has several devices.
+          reuse: keep the cache across turns and share prefixes; without it every turn is fed from its first token.
 
         Raises:
-          ConfigError: the context is longer than the policy's positions.
+          ConfigError: the context is longer than the policy's positions; a mesh that the policy or the processes do not
+            divide into lanes.
         """
         if config.context > model.cfg.max_length:
             raise ConfigError(
                 f"rollout.context {config.context} exceeds policy.max_length {model.cfg.max_length}; lower the first"
             )
-        if lanes is None:
-            lanes = min(4, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-        lanes = max(1, min(lanes, config.slots // SMALLEST_BATCH))
-        self._context = config.context
         structure, params = nnx.split(model)
+        shapes = chunks()
+        places = [Place(jax.devices()[0], None)] if mesh is None else _places(mesh, specs, model.cfg.kv_heads)
+        if len(places) == 1 and places[0].heads is None:
+            places *= max(1, min(_default_lanes() if lanes is None else lanes, config.slots))
+        shares = [len(part) for part in np.array_split(np.arange(config.slots), min(len(places), config.slots))]
+        most = CPU_GROUP if jax.default_backend() == "cpu" else max(shares)
+        # One size for all groups, whatever their lane's share: the shape must not depend on the lane.
+        self._group = -(-max(shares) // -(-max(shares) // most))
+        self._programs = Programs(structure, stop_id, min(config.decode_steps, config.max_turn_tokens))
+        self._context, self._slots, self._swaps = config.context, config.slots, 0
+        self._shapes = shapes
+        self._lanes = [
+            Lane(
+                self._programs,
+                model.cfg,
+                config,
+                Slots(share, self._group, config.context, shapes[0].width),
+                place,
+                shapes,
+                reuse,
+            )
+            for share, place in zip(shares, places, strict=False)
+        ]
+        self._free = list(shares)
+        self._share_of = shares
+        self._lane_of: dict[int, int] = {}
+        self._last_prompts: dict[bytes, int] = {}
         self.set_params(params, 0)
-        self._programs = Programs(structure, stop_id, config.max_turn_tokens)
-        self._slots = config.slots
-        self._lanes = [Lane(self._programs, model.cfg, config, -(-config.slots // lanes)) for _ in range(lanes)]
-        self._threads = ThreadPoolExecutor(lanes, thread_name_prefix="rollout-lane")
+        self._swaps = 0
 
-    def set_params(self, params: nnx.State, version: int) -> None:
+    def set_params(self, params: nnx.State, version: int, *, copy: bool = False) -> None:
         """Parameters for everything sampled from now on (`nnx.state(model, nnx.Param)`); `version` labels the turns.
 
-        The arrays must stay alive: a learner that donates its state hands over the new parameters before the next turn.
+        Takes effect between two device calls, also in the middle of a collection and of a turn: nothing is drained.
+        What a row's cache holds of older parameters is fed anew before its next turn, or kept (`rollout.stale_cache`);
+        turns that used it all the same are marked `stale`.
+
+        Args:
+          copy: for a learner that gives the arrays' memory away (donates them) while sampling goes on. Without it the
+            arrays must stay alive until other parameters are set.
         """
-        self.params = params
         self.version = version
+        self._swaps += 1
+        placed: dict[int, nnx.State] = {}
+        for lane in self._lanes:
+            where = lane.place.params if lane.place.params is not None else lane.place.device
+            if id(where) not in placed:
+                mine = params if _lies_on(params, lane.place.device) and lane.place.params is None else None
+                mine = jax.device_put(params, where) if mine is None else mine
+                placed[id(where)] = jax.tree.map(lambda x: x.copy(), mine) if copy else mine
+            lane.weights = (placed[id(where)], version)
+
+    @property
+    def slots(self) -> int:
+        """See `Generator.slots`."""
+        return self._slots
 
     @property
     def compiled(self) -> int:
@@ -86,52 +149,105 @@ class Engine:
         return self._programs.compiled
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of prefill and decoding since `begin`, averaged over lanes."""
-        return {name: float(np.mean([lane.seconds[name] for lane in self._lanes])) for name in ("prefill", "decode")}
+    def compile_bound(self) -> int:
+        """Most programs that one sampler on one lane's devices can ever compile: a decoding program and one for every
+        prefill chunk, for each bucket of cache lengths."""
+        return (1 + len(self._shapes)) * len(length_buckets(self._context))
 
-    def begin(self, prompts: Sequence[np.ndarray], seeds: UInt64[np.ndarray, " rows"], sampling: Sampling) -> None:
-        """See `Generator.begin`. Equal prompts in a lane are prefilled once.
+    @property
+    def stats(self) -> EngineStats:
+        """Counts and seconds since the engine was made."""
+        total = EngineStats(swaps=self._swaps)
+        for lane in self._lanes:
+            for name, value in vars(lane.stats).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
+
+    def begin(self, sampling: Sampling, deliver: Deliver) -> None:
+        """See `Generator.begin`."""
+        self.end()
+        for lane in self._lanes:
+            lane.begin(sampling, deliver)
+
+    def start(self, row: int, prompt: Int[np.ndarray, " n"], seed: int, limit: int) -> None:
+        """See `Generator.start`. A prompt that another row has, or begins with, is not fed again as far as they agree.
 
         Raises:
           ConfigError: an empty prompt, or one that leaves no room in the context.
-          ValueError: more rows than `slots`.
+          ValueError: all slots are taken, or the row exists.
         """
-        if len(prompts) > self._slots:
-            raise ValueError(f"{len(prompts)} rows, but the engine has {self._slots} slots")
-        for row, prompt in enumerate(prompts):
-            if not 0 < len(prompt) < self._context:
-                raise ConfigError(
-                    f"prompt {row} has {len(prompt)} tokens, rollout.context is {self._context}: raise the context"
-                )
-        self._sampling = sampling
-        # Contiguous blocks, so that the rows of one prompt group land in one lane.
-        blocks = np.array_split(np.arange(len(prompts)), len(self._lanes))
-        self._lane_of = np.repeat(np.arange(len(blocks)), [len(block) for block in blocks])
-        for lane, block in zip(self._lanes, blocks, strict=True):
-            lane.begin(
-                {int(r): np.asarray(prompts[r], np.int32) for r in block}, {int(r): int(seeds[r]) for r in block}
+        prompt = np.asarray(prompt, np.int32)
+        if not 0 < len(prompt) < self._context:
+            raise ConfigError(
+                f"prompt of row {row} has {len(prompt)} tokens, rollout.context is {self._context}: raise the context"
             )
+        if not any(self._free):
+            raise ValueError(f"row {row}: all {self._slots} slots are taken")
+        if row in self._lane_of:
+            raise ValueError(f"row {row} exists already")
+        # Rows of one prompt go to one lane, where they share its prefill; otherwise the emptiest lane is next.
+        index = self._last_prompts.get(prompt.tobytes(), -1)
+        if index < 0 or not self._free[index]:
+            index = max(range(len(self._lanes)), key=lambda i: self._free[i] / self._share_of[i])
+        self._last_prompts[prompt.tobytes()] = index
+        self._lane_of[row] = index
+        self._free[index] -= 1
+        lane = self._lanes[index]
+        lane.order(partial(lane.start, row, prompt, int(seed), int(limit)))
 
-    def sample_turn(self, rows: Int[np.ndarray, " n"], limits: Int[np.ndarray, " n"]) -> list[SampledTurn]:
-        """See `Generator.sample_turn`. Limits are cut to `max_turn_tokens` and to the room left in the context."""
-        rows, limits = np.asarray(rows), np.asarray(limits)
+    def resume(self, row: int, ids: Int[np.ndarray, " n"], limit: int) -> None:
+        """See `Generator.resume`."""
+        lane = self._lanes[self._lane_of[row]]
+        lane.order(partial(lane.resume, row, np.asarray(ids, np.int32), int(limit)))
 
-        def run(lane: Lane, mine: np.ndarray) -> list[SampledTurn]:
-            return lane.sample(self.params, self._sampling, rows[mine], limits[mine]) if len(mine) else []
+    def release(self, row: int) -> None:
+        """See `Generator.release`."""
+        index = self._lane_of.pop(row, None)
+        if index is not None:
+            self._free[index] += 1
+            self._lanes[index].order(partial(self._lanes[index].release, row))
 
-        shares = [np.flatnonzero(self._lane_of[rows] == index) for index in range(len(self._lanes))]
-        turns: dict[int, SampledTurn] = {}
-        for mine, sampled in zip(shares, self._in_lanes(run, shares), strict=True):
-            turns.update(zip(mine.tolist(), sampled, strict=True))
-        return [turns[i] for i in range(len(rows))]
+    def end(self) -> None:
+        """See `Generator.end`."""
+        for lane in self._lanes:
+            lane.end()
+        self._free = list(self._share_of)
+        self._lane_of.clear()
+        self._last_prompts.clear()
 
-    def extend(self, rows: Int[np.ndarray, " n"], ids: Sequence[np.ndarray]) -> None:
-        """See `Generator.extend`. The ids enter the cache when the row is sampled next."""
-        for row, new in zip(rows, ids, strict=True):
-            self._lanes[self._lane_of[row]].extend(int(row), np.asarray(new, np.int32))
 
-    def _in_lanes(self, run: Callable[[Lane, np.ndarray], list[SampledTurn]], shares: list[np.ndarray]):
-        if len(self._lanes) == 1:
-            return [run(self._lanes[0], shares[0])]
-        return list(self._threads.map(run, self._lanes, shares))
+def _default_lanes() -> int:
+    return min(4, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+
+
+def _lies_on(params: Any, device: jax.Device) -> bool:
+    return all(leaf.sharding.device_set == {device} for leaf in jax.tree.leaves(params))
+
+
+def _places(mesh: Mesh, specs: Callable[[Mesh], Any] | None, kv_heads: int) -> list[Place]:
+    """One place for each group of `tensor x expert` devices of the mesh that this process owns."""
+    tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
+    mine = jax.process_index()
+    places = []
+    for devices in mesh.devices.reshape(-1, tensor, expert):
+        owners = {device.process_index for device in devices.flat}
+        if mine not in owners:
+            continue
+        if len(owners) > 1:
+            raise ConfigError(
+                f"mesh.tensor x mesh.expert = {tensor} x {expert} devices of a sampling lane lie in several processes: "
+                "use at most the devices of one process"
+            )
+        if devices.size == 1:
+            places.append(Place(devices.flat[0], None))
+            continue
+        if kv_heads % tensor:
+            raise ConfigError(
+                f"policy.kv_heads {kv_heads} does not split over mesh.tensor {tensor}: change one of them"
+            )
+        lane = Mesh(devices.reshape(1, 1, tensor, expert), mesh.axis_names, axis_types=mesh.axis_types)
+        replicated = NamedSharding(lane, PartitionSpec())
+        places.append(Place(devices.flat[0], specs(lane) if specs else replicated, head_sharding(lane, "tensor")))
+    if not places:
+        raise ConfigError("no device of the mesh belongs to this process: give every process a part of the mesh")
+    return places

@@ -1,203 +1,353 @@
-"""A lane of the sampling engine: rows that are sampled as one batch, and their cache.
+"""A lane of the sampling engine: its slots, its caches on its own device or devices, and the thread that serves them.
 
-A row's tokens are split into those that the cache holds ("fed") and those it does not ("pending"). A turn's last
-sampled token is never fed by the loop that drew it, so a row always has something pending: prefill feeds all of it
-but the last token, and that one starts the next decoding loop. "Slot" is a row of the cache.
+The thread alternates between prefill and decoding. It takes the group with the most rows that could be sampled, feeds
+what those rows have pending, decodes a few tokens, hands over the turns that ended, and looks for new orders. Rows that
+wait for a tool keep their slot and their cache and hold up nobody.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Int
+from jax.sharding import NamedSharding
 
 from trace_jax.config import PolicyConfig, RolloutConfig
-from trace_jax.policy import cache as kv_cache
-from trace_jax.policy.cache import KVCache
-from trace_jax.rollout.programs import CHUNKS, PREFILL_ROWS, Programs, State, batch_buckets, fit, length_buckets
+from trace_jax.rollout.generator import Deliver, SampledTurn
+from trace_jax.rollout.programs import Chunk, Programs, State, fit, length_buckets, new_cache, next_chunk
 from trace_jax.rollout.sampling import Sampling
+from trace_jax.rollout.slots import DECODING, FEEDING, IDLE, Group, Row, Slots
 
-HEADROOM = 16  # positions left free when a cache is sized for decoding
-
-
-@dataclass(frozen=True)
-class SampledTurn:
-    """One assistant turn: ids as sampled (stop token included), their log-probabilities, whether the stop token
-    came."""
-
-    ids: Int[np.ndarray, " W"]
-    logprobs: Float[np.ndarray, " W"]
-    stopped: bool
+# Prefill calls between two decoding calls while rows are being decoded: a long prompt must not hold them up.
+FEED_CALLS = 4
+QUIT_SHARE = 8  # a decoding call ends when one row in so many has stopped: their places idle, their tools wait
 
 
 @dataclass
-class _Row:
-    seed: tuple[int, int]  # 64 bits as two words, high first
-    pending: np.ndarray
-    fed: int = 0
-    slot: int = 0
+class LaneStats:
+    """Counts since the engine was made.
+
+    Attributes:
+      decode_steps: decoding steps, each over one group. slot_steps: times the slots of the group.
+      sampled_tokens: tokens drawn for rows.
+      prefill_tokens: tokens fed by prefill. shared_tokens: tokens that a common prefix saved it.
+      refilled_tokens: tokens fed anew because parameters had changed (part of `prefill_tokens`).
+      prefill_seconds, decode_seconds: in those calls.
+      stale_turns: turns that used keys and values of older parameters.
+    """
+
+    decode_steps: int = 0
+    slot_steps: int = 0
+    sampled_tokens: int = 0
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    refilled_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    stale_turns: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a lane's arrays lie.
+
+    Attributes:
+      device: of a lane with one device.
+      params: sharding of every parameter, or one for all.
+      heads: sharding of a cache's heads over several devices; None on one device.
+    """
+
+    device: jax.Device
+    params: object
+    heads: NamedSharding | None = None
 
 
 class Lane:
-    """Rows, their cache, and the bookkeeping between jitted programs."""
+    """Rows that share a device, and the thread that samples them. Orders come from one other thread at a time."""
 
-    def __init__(self, programs: Programs, policy: PolicyConfig, config: RolloutConfig, slots: int):
-        self._programs = programs
-        self._policy = policy
-        self._config = config
+    def __init__(
+        self,
+        programs: Programs,
+        policy: PolicyConfig,
+        config: RolloutConfig,
+        slots: Slots,
+        place: Place,
+        shapes: Sequence[Chunk],
+        reuse: bool,
+    ):
+        self.stats = LaneStats()
+        self.place = place
+        self.weights: tuple[nnx.State, int] | None = None  # parameters on the lane's devices, and their version
+        self._programs, self._policy, self._config = programs, policy, config
+        self._slots, self._shapes, self._reuse = slots, shapes, reuse
         self._lengths = length_buckets(config.context)
-        self._sizes = batch_buckets(slots)
-        self.begin({}, {})
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
 
-    def begin(self, prompts: dict[int, np.ndarray], seeds: dict[int, int]) -> None:
-        """Starts over with the given rows."""
-        self._rows = {
-            row: _Row(seed=(seeds[row] >> 32, seeds[row] & 0xFFFFFFFF), pending=prompt, slot=slot)
-            for slot, (row, prompt) in enumerate(prompts.items())
-        }
-        self._cache: KVCache | None = None
-        self.seconds = {"prefill": 0.0, "decode": 0.0}
+    # Orders, from the collecting thread
 
-    def extend(self, row: int, ids: np.ndarray) -> None:
-        """Appends ids that were not sampled."""
-        self._rows[row].pending = np.concatenate([self._rows[row].pending, ids])
+    def begin(self, sampling: Sampling, deliver: Deliver) -> None:
+        """Forgets all rows and starts the thread."""
+        self.end()
+        self._sampling, self._deliver = sampling, deliver
+        self._rows: dict[int, Row] = {}
+        self._slots.forget()
+        self._orders = queue.SimpleQueue()
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._serve, name="rollout-lane", daemon=True)
+        self._thread.start()
 
-    def sample(self, params: nnx.State, sampling: Sampling, names: np.ndarray, limits: np.ndarray) -> list[SampledTurn]:
-        """One turn of each named row."""
-        start = time.perf_counter()
-        rows = [self._rows[int(name)] for name in names]
-        first = self._cache is None
-        self._make_room(rows)
-        self._feed_prompts(params, rows) if first else self._feed(params, rows)
-        jax.block_until_ready(self._cache)
-        middle = time.perf_counter()
-        turns = self._decode(params, sampling, rows, limits)
-        self.seconds["prefill"] += middle - start
-        self.seconds["decode"] += time.perf_counter() - middle
-        return turns
+    def order(self, work: Callable[[], None]) -> None:
+        """Has the lane's thread do something between two device calls."""
+        self._orders.put(work)
 
-    def _make_room(self, rows: list[_Row]) -> None:
-        """Allocates the cache, or lengthens it to what the rows need."""
-        wanted = max(row.fed + len(row.pending) for row in rows) + HEADROOM
+    def end(self) -> None:
+        """Stops the thread; returns when its device call is over."""
+        if self._thread is not None:
+            self._stopping.set()
+            self._orders.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # What orders do, in the lane's thread
+
+    def start(self, name: int, prompt: np.ndarray, seed: int, limit: int) -> None:
+        """Places a new row."""
+        row, kept = self._slots.put(
+            name, (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF), prompt, 0, self.weights[1], self._reuse
+        )
+        self.stats.shared_tokens += kept
+        self._rows[name] = row
+        self._ask(row, limit)
+
+    def resume(self, name: int, ids: np.ndarray, limit: int) -> None:
+        """Appends ids to a row and has its next turn sampled."""
+        row = self._rows.get(name)
+        if row is None:  # released while the order was on its way
+            return
+        self._slots.extend(row, ids)
+        if not self._reuse:
+            self._slots.fed[row.slot] = 0
+        self._ask(row, limit)
+
+    def release(self, name: int) -> None:
+        """Frees a row's slot."""
+        row = self._rows.pop(name, None)
+        if row is not None:
+            self._slots.remove(row)
+
+    def _ask(self, row: Row, limit: int) -> None:
+        row.limit = min(limit, self._config.context - int(self._slots.length[row.slot]))
+        row.state, row.version, row.stale, row.drawn = FEEDING, None, False, []
+        if row.limit <= 0:
+            self._finish(row, False)
+
+    # The loop
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                group = self._fullest()
+                self._take_orders(wait=group is None)
+                if group is None or self._stopping.is_set():
+                    continue
+                self._feed(group)
+                self._decode(group)
+        except BaseException as error:  # the collecting thread raises it
+            self._deliver(error)
+
+    def _take_orders(self, wait: bool) -> None:
+        try:
+            while (order := self._orders.get(block=wait)) is not None:
+                order()
+                wait = False
+        except queue.Empty:
+            return
+
+    def _fullest(self) -> Group | None:
+        """The group with the most rows to sample; one that was passed over for long comes first in the end."""
+        best, most = None, 0.0
+        for group in self._slots.groups:
+            ready = sum(row.state != IDLE for row in self._slots.members(group))
+            if ready == 0:
+                group.passed_over = 0
+                continue
+            score = ready + group.passed_over * self._slots.size / 8
+            if score > most:
+                best, most = group, score
+            group.passed_over += 1
+        if best is not None:
+            best.passed_over = 0
+        return best
+
+    def _room(self, group: Group, wanted: int) -> None:
+        """Allocates a group's cache, or lengthens it."""
         length = fit(self._lengths, min(wanted, self._lengths[-1]))
-        if self._cache is None:
-            batch = fit(self._sizes, len(self._rows))
-            self._cache = kv_cache.new(self._policy, batch, length, self._config.cache_dtype)
-        elif length > self._cache.length:
-            self._cache = self._programs.grow(self._cache, length)
-
-    def _feed_prompts(self, params: nnx.State, rows: list[_Row]) -> None:
-        """Feeds each distinct prompt once and copies it to the other rows that have it."""
-        groups: dict[bytes, list[_Row]] = {}
-        for row in rows:
-            groups.setdefault(row.pending.tobytes(), []).append(row)
-        self._feed(params, [group[0] for group in groups.values()])
-        pairs = [(group[0], copy) for group in groups.values() for copy in group[1:]]
-        for part in _batches(pairs, PREFILL_ROWS):
-            sources = _padded([source.slot for source, _ in part], PREFILL_ROWS, 0)
-            targets = _padded([copy.slot for _, copy in part], PREFILL_ROWS, self._cache.batch)
-            self._cache = self._programs.put(self._cache, targets, self._programs.take(self._cache, sources))
-            for source, copy in part:
-                copy.fed, copy.pending = source.fed, source.pending
-
-    def _feed(self, params: nnx.State, rows: list[_Row]) -> None:
-        """Feeds everything pending but the last token. Rows with similar amounts share a call."""
-        todo = sorted((row for row in rows if len(row.pending) > 1), key=lambda row: len(row.pending))
-        for part in _batches(todo, PREFILL_ROWS):
-            slots = _padded([row.slot for row in part], PREFILL_ROWS, self._cache.batch)
-            while remaining := max(len(row.pending) - 1 for row in part):
-                needed = -(-remaining // CHUNKS[-1]) * CHUNKS[-1]
-                chunk = next(width for width in CHUNKS if width <= needed)
-                ids = np.zeros((PREFILL_ROWS, chunk), np.int32)
-                counts = np.zeros(PREFILL_ROWS, np.int32)
-                for i, row in enumerate(part):
-                    counts[i] = min(chunk, len(row.pending) - 1)
-                    ids[i, : counts[i]] = row.pending[: counts[i]]
-                starts = _padded([row.fed for row in part], PREFILL_ROWS, 0)
-                self._cache = self._programs.prefill(params, self._cache, ids, starts, counts, slots)
-                for row, count in zip(part, counts, strict=False):
-                    row.fed += int(count)
-                    row.pending = row.pending[count:]
-
-    def _decode(self, params: nnx.State, sampling: Sampling, rows: list[_Row], limits: np.ndarray) -> list[SampledTurn]:
-        """Runs the decoding loop; when the rows left fit a smaller batch, goes on with a copy of just those.
-
-        So rows that have stopped, in this turn or for good, hold up nobody.
-        """
-        room = [self._config.context - row.fed - len(row.pending) for row in rows]
-        left = np.minimum(np.minimum(limits, self._config.max_turn_tokens), room).astype(np.int32)
-        stopped = np.zeros(len(rows), bool)
-        turns: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in rows]
-        slots = np.array([row.slot for row in rows])  # in the batch that is decoding
-        copies: list[tuple[np.ndarray, KVCache]] = []  # (slots in the lane's cache, copy), each inside the former
-        while len(active := np.flatnonzero(~stopped & (left > 0))):
-            work = copies[-1][1] if copies else self._cache
-            size = fit(self._sizes, len(active))
-            if size < work.batch:
-                home = [rows[i].slot for i in active]
-                work = self._programs.take(work, _padded(slots[active], size, 0))
-                copies.append((_padded(home, size, self._cache.batch), work))
-                slots[active] = np.arange(len(active))
-            longest = max(rows[i].fed for i in active) + 1
-            if longest > work.length:
-                work = self._programs.grow(work, fit(self._lengths, longest))
-            at = slots[active]
-            state = State(
-                token=_spread(work.batch, at, [rows[i].pending[-1] for i in active]),
-                position=_spread(work.batch, at, [rows[i].fed for i in active]),
-                left=_spread(work.batch, at, left[active]),
+        if group.cache is None:
+            group.cache = new_cache(
+                self._policy, self._slots.size, length, self._config.cache_dtype, self.place.heads, self.place.device
             )
-            seeds = np.zeros((work.batch, 2), np.uint32)
-            seeds[at] = [rows[i].seed for i in active]
-            work, *results = self._programs.decode(params, work, state, seeds, self._next_size(work.batch), sampling)
-            ids, logprobs, counts, done = (np.asarray(x) for x in results)
-            for i, slot in zip(active, at, strict=True):
-                count = counts[slot]
-                turns[i].append((ids[slot, :count], logprobs[slot, :count]))
-                stopped[i] = done[slot]
-                left[i] -= count
-                rows[i].fed += int(count)
-                rows[i].pending = ids[slot, count - 1 : count]
-            if copies:
-                copies[-1] = (copies[-1][0], work)
-            else:
-                self._cache = work
-        self._write_back(copies)
-        return [_joined(turn, bool(stop)) for turn, stop in zip(turns, stopped, strict=True)]
+        elif length > group.cache.length:
+            group.cache = self._programs.grow(group.cache, length)
 
-    def _next_size(self, batch: int) -> int:
-        """The batch that decoding moves to once enough rows have stopped; 0 in the smallest, which runs to the end."""
-        return max((size for size in self._sizes if size < batch), default=0)
+    def _feed(self, group: Group) -> None:
+        """Feeds what the group's rows have pending, in a bounded number of calls if some could be decoded meanwhile."""
+        start, slots, calls = time.perf_counter(), self._slots, 0
+        while feeding := [row for row in slots.members(group) if row.state == FEEDING]:
+            self._copy(group, [row for row in feeding if row.source is not None])
+            open_rows = [row for row in feeding if row.source is None]
+            for row in open_rows:
+                self._refresh(row)
+                if slots.left(row) == 0:
+                    row.state = DECODING
+            pending = [row for row in open_rows if row.state == FEEDING]
+            if not pending:
+                if any(row.source is not None for row in feeding):
+                    self._feed_sources(feeding)
+                    continue
+                break
+            decoding = sum(row.state == DECODING for row in slots.members(group))
+            if calls >= FEED_CALLS and decoding > len(pending):
+                break
+            self._prefill(group, pending)
+            calls += 1
+        if calls:
+            jax.block_until_ready(group.cache)
+        self.stats.prefill_seconds += time.perf_counter() - start
 
-    def _write_back(self, copies: Sequence[tuple[np.ndarray, KVCache]]) -> None:
-        for slots, part in copies:
-            if part.length > self._cache.length:
-                self._cache = self._programs.grow(self._cache, part.length)
-            self._cache = self._programs.put(self._cache, slots, part)
+    def _refresh(self, row: Row) -> None:
+        """Before a turn: drops what older parameters put into the row's cache, unless it is to be kept."""
+        slots, version = self._slots, self.weights[1]
+        if self._config.stale_cache == "refill" and slots.fed[row.slot] and slots.oldest[row.slot] < version:
+            self.stats.refilled_tokens += int(slots.fed[row.slot])
+            slots.fed[row.slot] = 0
+
+    def _feed_sources(self, waiting: Sequence[Row]) -> None:
+        """Rows wait for a prefix that a row of another group is to be fed first."""
+        group = self._slots.group_of(next(row for row in waiting if row.source is not None).source[0])[0]
+        rows = [row for row in self._slots.members(group) if row.state == FEEDING and row.source is None]
+        rows = [row for row in rows if self._slots.left(row) > 0]
+        if rows:
+            self._prefill(group, rows)
+        else:  # their sources wait in turn; rather than follow the chain, feed them anew
+            for row in waiting:
+                row.source = None
+
+    def _prefill(self, group: Group, pending: Sequence[Row]) -> None:
+        """One call: the next chunk of some of the rows, those with the same chunk as the first."""
+        slots = self._slots
+        shape = next_chunk(self._shapes, slots.left(pending[0]))
+        rows = [row for row in pending if next_chunk(self._shapes, slots.left(row)) == shape][: shape.rows]
+        self._room(group, max(int(slots.length[row.slot]) for row in rows) + 1)
+        ids = np.zeros((shape.rows, shape.width), np.int32)
+        starts, counts = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
+        at = np.full(shape.rows, slots.size, np.int32)
+        params, version = self.weights
+        for i, row in enumerate(rows):
+            starts[i], counts[i] = slots.fed[row.slot], min(shape.width, slots.left(row))
+            ids[i, : counts[i]] = slots.ids[row.slot, starts[i] : starts[i] + counts[i]]
+            at[i] = row.slot % slots.size
+        group.cache = self._programs.prefill(params, group.cache, ids, starts, counts, at, heads=self.place.heads)
+        for row, count in zip(rows, counts, strict=False):
+            if slots.fed[row.slot] == 0:
+                slots.oldest[row.slot] = version
+            slots.fed[row.slot] += count
+            slots.oldest[row.slot] = min(slots.oldest[row.slot], version)
+        self.stats.prefill_tokens += int(counts.sum())
+
+    def _copy(self, group: Group, waiting: Sequence[Row]) -> None:
+        """Copies prefixes that have become available to the rows that wait for them."""
+        slots, ready = self._slots, {}
+        for row in waiting:
+            state = slots.source_ready(row)
+            if state:
+                ready.setdefault(row.source[0] // slots.size, []).append(row)
+            elif state is None:
+                row.source = None
+        width = self._shapes[-1].rows
+        for index, rows in ready.items():
+            source = slots.groups[index]
+            self._room(group, max(row.source[2] for row in rows))
+            for part in (rows[i : i + width] for i in range(0, len(rows), width)):
+                sources, targets = np.zeros(width, np.int32), np.full(width, slots.size, np.int32)
+                sources[: len(part)] = [row.source[0] % slots.size for row in part]
+                targets[: len(part)] = [row.slot % slots.size for row in part]
+                if source is group:
+                    group.cache = self._programs.copy_within(group.cache, sources, targets)
+                else:
+                    group.cache = self._programs.copy_across(group.cache, source.cache, sources, targets)
+            for row in rows:
+                slots.fed[row.slot] = row.source[2]
+                slots.oldest[row.slot] = slots.oldest[row.source[0]]
+                self.stats.shared_tokens += row.source[2]
+                row.source = None
+
+    def _decode(self, group: Group) -> None:
+        """A few tokens of every row of the group that is ready."""
+        slots, start = self._slots, time.perf_counter()
+        rows = [row for row in slots.members(group) if row.state == DECODING]
+        if not rows:
+            return
+        ahead = min(max(row.limit for row in rows), self._config.decode_steps)
+        self._room(group, max(int(slots.fed[row.slot]) for row in rows) + ahead)
+        at = [row.slot % slots.size for row in rows]
+        fed = slots.fed[[row.slot for row in rows]]
+        state = State(token=_zeros(slots.size), position=_zeros(slots.size), left=_zeros(slots.size))
+        state.token[at] = [slots.ids[row.slot, n] for row, n in zip(rows, fed, strict=True)]
+        state.position[at], state.left[at] = fed, [row.limit for row in rows]
+        seeds = np.zeros((slots.size, 2), np.uint32)
+        seeds[at] = [row.seed for row in rows]
+        params, version = self.weights
+        going = len(rows) - max(1, len(rows) // QUIT_SHARE)
+        group.cache, *results = self._programs.decode(
+            params, group.cache, state, seeds, going, self._sampling, self.place.heads
+        )
+        ids, logprobs, kept, counts, stopped, steps = jax.device_get(results)
+        ended = []
+        for row, i in zip(rows, at, strict=True):
+            n = int(counts[i])
+            if n == 0:
+                continue
+            row.drawn.append((ids[i, :n], logprobs[i, :n], None if kept is None else kept[i, :n]))
+            row.stale |= bool(slots.oldest[row.slot] < version)
+            row.version = version if row.version is None else min(row.version, version)
+            row.limit -= n
+            slots.extend(row, ids[i, :n])
+            slots.fed[row.slot] += n
+            slots.oldest[row.slot] = min(slots.oldest[row.slot], version)
+            if stopped[i] or row.limit <= 0:
+                ended.append((row, bool(stopped[i])))
+        self.stats.decode_steps += int(steps)
+        self.stats.slot_steps += int(steps) * slots.size
+        self.stats.sampled_tokens += int(counts.sum())
+        self.stats.decode_seconds += time.perf_counter() - start
+        for row, stop in ended:
+            self._finish(row, stop)
+
+    def _finish(self, row: Row, stopped: bool) -> None:
+        """Hands over a turn; the row waits for its next order."""
+        row.state = IDLE
+        self.stats.stale_turns += row.stale
+        ids, logprobs, kept = zip(*row.drawn, strict=True) if row.drawn else ((_zeros(0),), (_zeros(0),), (None,))
+        turn = SampledTurn(
+            row=row.name,
+            ids=np.concatenate(ids),
+            logprobs=np.concatenate(logprobs).astype(np.float32),
+            stopped=stopped,
+            version=self.weights[1] if row.version is None else row.version,
+            stale=row.stale,
+            kept=None if kept[0] is None else np.concatenate(kept),
+        )
+        row.drawn = []
+        self._deliver(turn)
 
 
-def _joined(pieces: list[tuple[np.ndarray, np.ndarray]], stopped: bool) -> SampledTurn:
-    ids = [np.zeros(0, np.int32), *(ids for ids, _ in pieces)]
-    logprobs = [np.zeros(0, np.float32), *(logprobs for _, logprobs in pieces)]
-    return SampledTurn(np.concatenate(ids), np.concatenate(logprobs), stopped)
-
-
-def _batches(items: list, size: int) -> list[list]:
-    return [items[i : i + size] for i in range(0, len(items), size)]
-
-
-def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int) -> np.ndarray:
-    result = np.full(size, fill, np.int32)
-    result[: len(values)] = values
-    return result
-
-
-def _spread(size: int, slots: np.ndarray, values: Sequence[int] | np.ndarray) -> np.ndarray:
-    result = np.zeros(size, np.int32)
-    result[slots] = values
-    return result
+def _zeros(n: int) -> np.ndarray:
+    return np.zeros(n, np.int32)

@@ -1,30 +1,62 @@
 """The jitted programs of the sampling engine, and the buckets that bound how many of them are compiled.
 
-* decoding: (batch buckets) x (length buckets) programs, each a `while_loop` on the device that runs until every active
-  row has stopped or reached its limit, or until so many have that the rest fits a smaller batch;
-* prefill: (chunk widths) x (length buckets) programs of a fixed number of rows.
+A row's numbers must not depend on who is sampled beside it, to the last bit: otherwise a run whose tools take a little
+longer would train on other trajectories. Matrix products of another number of rows round differently, so every kind of
+call has one shape, whatever it carries: decoding always covers a whole group of slots, and prefill takes a fixed number
+of rows for each chunk width. Only the cache length varies; positions beyond a row's own add exact zeros.
 
-Axis letters: B rows of a batch, W tokens of one turn, R rows of a prefill call, T chunk width, S cache positions.
+* decoding: one program a length bucket, a `while_loop` on the device over several tokens;
+* prefill: (chunk widths) x (length buckets) programs;
+* copies of a common prefix between rows, and growth of a cache: trivial programs, not counted.
+
+Axis letters: B slots of a group, W decoding steps of a call, R rows of a prefill call, T chunk width, k `top_k`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, UInt32
 
+from trace_jax.policy import cache as kv_cache
 from trace_jax.policy.cache import KVCache
-from trace_jax.rollout.sampling import Sampling, draw, token_keys
+from trace_jax.rollout.sampling import Knobs, Sampling, draw, token_keys
 
-CHUNKS = (32, 16)  # widths of a prefill call
-PREFILL_ROWS = 32
-SMALLEST_BATCH = 16
 SMALLEST_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Shape of a prefill call: `rows` rows of `width` tokens."""
+
+    width: int
+    rows: int
+
+
+# Descending widths. A row's next chunk follows from what it has left to feed and from nothing else. On a CPU work is
+# proportional to the positions computed, so calls are small; an accelerator wants thousands of positions a call.
+CPU_CHUNKS = (Chunk(128, 4), Chunk(32, 4), Chunk(16, 8))
+ACCELERATOR_CHUNKS = (Chunk(512, 8), Chunk(64, 32))
+
+
+def chunks() -> tuple[Chunk, ...]:
+    """Prefill shapes of the default backend."""
+    return CPU_CHUNKS if jax.default_backend() == "cpu" else ACCELERATOR_CHUNKS
+
+
+def next_chunk(shapes: Sequence[Chunk], left: int) -> Chunk:
+    """The chunk that the next of `left` pending tokens go into: the narrowest that holds them all and is at least half
+    full, else the widest that they fill."""
+    holding = [shape for shape in shapes if left <= shape.width <= 2 * left]
+    return holding[-1] if holding else next((shape for shape in shapes if shape.width <= left), shapes[-1])
 
 
 def length_buckets(longest: int) -> list[int]:
@@ -37,17 +69,6 @@ def length_buckets(longest: int) -> list[int]:
     return [*sizes, last]
 
 
-def batch_buckets(rows: int) -> list[int]:
-    """Batch sizes, ascending: the power of two that holds `rows`, its half, and quarters of that.
-
-    Every size is compiled for every length, so they are few; a batch that is at most half full is worth a copy.
-    """
-    sizes = [1 << max(rows - 1, 0).bit_length()]
-    while sizes[0] > SMALLEST_BATCH:
-        sizes.insert(0, max(sizes[0] // (2 if len(sizes) == 1 else 4), SMALLEST_BATCH))
-    return sizes
-
-
 def fit(sizes: Sequence[int], wanted: int) -> int:
     """The first bucket that holds `wanted`."""
     return next(size for size in sizes if size >= wanted)
@@ -55,7 +76,7 @@ def fit(sizes: Sequence[int], wanted: int) -> int:
 
 @chex.dataclass(frozen=True)
 class State:
-    """Decoding state of a batch: the token to feed, its position, and how many tokens may still be drawn (0: idle)."""
+    """Decoding state of a group: the token to feed, its position, and how many tokens may still be drawn (0: idle)."""
 
     token: Int[Array, " B"]
     position: Int[Array, " B"]
@@ -63,32 +84,44 @@ class State:
 
 
 class Programs:
-    """The jitted functions that all lanes share."""
+    """The jitted functions that all lanes share. Arguments decide where a call runs: parameters and cache of a lane lie
+    on its own devices."""
 
-    def __init__(self, structure: nnx.GraphDef, stop_id: int, turn_tokens: int):
+    def __init__(self, structure: nnx.GraphDef, stop_id: int, steps: int):
+        """
+        Args:
+          structure: of the policy.
+          stop_id: the token that ends a turn.
+          steps: most tokens a decoding call draws for a row.
+        """
         self._structure = structure
         self._stop = stop_id
-        self._width = turn_tokens
-        self._decode = jax.jit(self._decode_loop, static_argnames=("greedy", "top_k"), donate_argnums=(1,))
-        self.prefill = jax.jit(self._prefill_chunk, donate_argnums=(1,))
-        self.take = jax.jit(KVCache.take)
-        self.put = jax.jit(KVCache.put, donate_argnums=(0,))
-        self.grow = jax.jit(KVCache.grow, static_argnums=(1,))
+        self._steps = steps
+        self._decode = jax.jit(
+            self._decode_loop, static_argnames=("greedy", "top_k", "truncate", "heads"), donate_argnums=(1,)
+        )
+        self.prefill = jax.jit(self._prefill_chunk, static_argnames=("heads",), donate_argnums=(1,))
+        self.copy_within = jax.jit(_copy_within, donate_argnums=(0,))
+        self.copy_across = jax.jit(_copy_across, donate_argnums=(0,))
+        self.grow = jax.jit(KVCache.grow, static_argnums=(1,), donate_argnums=(0,))
 
     @property
     def compiled(self) -> int:
-        """Decoding and prefill programs compiled so far (the copies between batches are trivial)."""
+        """Decoding and prefill programs compiled so far (the copies of cache rows are trivial)."""
         return self._decode._cache_size() + self.prefill._cache_size()
 
-    def decode(self, params, cache, state: State, seeds, smaller: int, sampling: Sampling):
-        """Samples until all rows are done, the cache is full, or at most `smaller` rows go on; donates the cache.
+    def decode(
+        self, params, cache: KVCache, state: State, seeds: UInt32[np.ndarray, "B 2"], going: int, sampling: Sampling,
+        heads: NamedSharding | None,
+    ):  # fmt: skip
+        """Samples until all rows are done, the cache is full, `steps` are made, or at most `going` rows go on; donates
+        the cache.
 
         Returns:
-          cache, ids [B W], logprobs [B W], counts [B], stopped [B].
+          cache, ids [B W], logprobs [B W], kept [B W k] or None, drawn [B], stopped [B], steps made.
         """
-        temperature = np.float32(1.0 if sampling.greedy else sampling.temperature)
         return self._decode(
-            params, cache, state, seeds, np.int32(smaller), temperature, greedy=sampling.greedy, top_k=sampling.top_k
+            params, cache, state, seeds, np.int32(going), sampling.knobs, heads=heads, **sampling.static
         )
 
     def _prefill_chunk(
@@ -99,10 +132,13 @@ class Programs:
         starts: Int[Array, " R"],
         counts: Int[Array, " R"],
         slots: Int[Array, " R"],
+        *,
+        heads: NamedSharding | None,
     ) -> KVCache:
         offsets = jnp.arange(ids.shape[1])[None]
         model = nnx.merge(self._structure, params)
-        return model.decode(ids, starts[:, None] + offsets, offsets < counts[:, None], cache, rows=slots)[1]
+        new = model.decode(ids, starts[:, None] + offsets, offsets < counts[:, None], cache, rows=slots)[1]
+        return _constrained(new, heads)
 
     def _decode_loop(
         self,
@@ -110,41 +146,69 @@ class Programs:
         cache: KVCache,
         state: State,
         seeds: UInt32[Array, "B 2"],
-        smaller: Int[Array, ""],
-        temperature: Float[Array, ""],
+        going: Int[Array, ""],
+        knobs: Knobs,
         *,
         greedy: bool,
         top_k: int,
+        truncate: bool,
+        heads: NamedSharding | None,
     ):
         model = nnx.merge(self._structure, params)
-        shape = (cache.batch, self._width)
-
-        def running(state: State) -> Bool[Array, " B"]:
-            return state.left > 0
+        shape = (cache.batch, self._steps)
+        pick = partial(draw, greedy=greedy, top_k=top_k, truncate=truncate)
 
         def proceed(carry):
             step, _, state, *_ = carry
-            active = running(state)
+            active = state.left > 0
             room = jnp.max(jnp.where(active, state.position, 0)) < cache.length
-            return (jnp.sum(active) > smaller) & room & (step < self._width)
+            return (jnp.sum(active) > going) & room & (step < self._steps)
 
         def body(carry):
-            step, cache, state, ids, logprobs, stopped = carry
-            active = running(state)
+            step, cache, state, ids, logprobs, kept, stopped = carry
+            active = state.left > 0
             hidden, cache = model.decode(state.token[:, None], state.position[:, None], active[:, None], cache)
             position = state.position + 1
-            keys = token_keys(seeds, position)
-            token, logprob = draw(keys, model.logits(hidden[:, 0]), temperature, greedy=greedy, top_k=top_k)
+            token, logprob, could = pick(token_keys(seeds, position), model.logits(hidden[:, 0]), knobs)
             ids = jax.lax.dynamic_update_slice(ids, token[:, None], (0, step))
             logprobs = jax.lax.dynamic_update_slice(logprobs, logprob[:, None], (0, step))
+            if could is not None:
+                kept = jax.lax.dynamic_update_slice(kept, could[:, None], (0, step, 0))
             stop = active & (token == self._stop)
             state = State(
                 token=jnp.where(active, token, state.token),
                 position=jnp.where(active, position, state.position),
                 left=jnp.where(stop, 0, state.left - active),
             )
-            return step + 1, cache, state, ids, logprobs, stopped | stop
+            return step + 1, _constrained(cache, heads), state, ids, logprobs, kept, stopped | stop
 
-        carry = (0, cache, state, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape[0], bool))
-        _, cache, end, ids, logprobs, stopped = jax.lax.while_loop(proceed, body, carry)
-        return cache, ids, logprobs, end.position - state.position, stopped
+        kept = jnp.full((*shape, top_k), -1, jnp.int32) if top_k and not greedy else None
+        begin = (
+            jnp.zeros((), jnp.int32), cache, state, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept,
+            jnp.zeros(shape[0], bool),
+        )  # fmt: skip
+        steps, cache, end, ids, logprobs, kept, stopped = jax.lax.while_loop(proceed, body, begin)
+        return cache, ids, logprobs, kept, end.position - state.position, stopped, steps
+
+
+def new_cache(policy, batch: int, length: int, dtype: str, heads: NamedSharding | None, device) -> KVCache:
+    """An empty cache on a device, or with its heads split over the devices of a mesh."""
+    cache = kv_cache.new(policy, batch, length, dtype)
+    return jax.device_put(cache, device if heads is None else heads)
+
+
+def head_sharding(mesh: jax.sharding.Mesh, axis: str) -> NamedSharding:
+    """Keys and values with their heads (axis 1 of both) split over a mesh axis."""
+    return NamedSharding(mesh, PartitionSpec(None, axis))
+
+
+def _constrained(cache: KVCache, heads: NamedSharding | None) -> KVCache:
+    return cache if heads is None else jax.lax.with_sharding_constraint(cache, heads)
+
+
+def _copy_within(cache: KVCache, sources: Int[Array, " R"], targets: Int[Array, " R"]) -> KVCache:
+    return cache.put(targets, cache.take(sources))
+
+
+def _copy_across(target: KVCache, source: KVCache, sources: Int[Array, " R"], targets: Int[Array, " R"]) -> KVCache:
+    return target.put(targets, source.take(sources).first(min(source.length, target.length)))

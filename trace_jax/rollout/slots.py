@@ -1,0 +1,154 @@
+"""Bookkeeping of a lane's slots, on the host: which row lies where, what its cache holds, what can be shared.
+
+A row's ids are split into those that the cache holds ("fed") and those it does not. The last token of a row is never
+fed by the loop that drew it, so a row that is to be sampled always has something left: prefill feeds all of it but the
+last token, and that one starts the next decoding loop. A slot keeps the ids of the row it held until another takes it,
+so that a common prefix can still be copied from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int
+
+from trace_jax.policy.cache import KVCache
+
+IDLE, FEEDING, DECODING = range(3)  # waits for its tool; has ids to feed; is being sampled
+
+
+@dataclass
+class Row:
+    """A trajectory in the engine."""
+
+    name: int
+    seed: tuple[int, int]  # 64 bits as two words, high first
+    slot: int
+    prompt: int  # tokens of the prompt
+    state: int = FEEDING
+    limit: int = 0  # tokens that the turn may still get
+    source: tuple[int, int, int] | None = None  # slot, its stamp, tokens to copy from it once they are there
+    version: int | None = None  # oldest that drew a token of the turn
+    stale: bool = False  # a token of the turn attended to keys of older parameters
+    drawn: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]] = field(default_factory=list)  # ids, logprobs, kept
+
+
+@dataclass
+class Group:
+    """Slots that are decoded as one batch."""
+
+    index: int
+    cache: KVCache | None = None
+    passed_over: int = 0  # decoding calls that other groups got while this one had something to do
+
+
+class Slots:
+    """The slots of a lane. Slot s is row s % size of group s // size."""
+
+    def __init__(self, count: int, size: int, context: int, widest: int):
+        """
+        Args:
+          count: slots. size: slots of a group.
+          context: longest row.
+          widest: widest prefill chunk: a prefix is shared in multiples of it, so that the rest is fed in the same
+            pieces, and therefore rounded alike, as without sharing.
+        """
+        self.size, self._widest = size, widest
+        self.groups = [Group(g) for g in range(-(-count // size))]
+        self.rows: list[Row | None] = [None] * count
+        self.ids = np.zeros((count, context + 1), np.int32)
+        self.length = np.zeros(count, np.int64)  # ids of the row
+        self.fed = np.zeros(count, np.int64)
+        self._prompt = np.zeros(count, np.int64)
+        self.oldest = np.zeros(count, np.int64)  # policy version of the oldest keys and values in the cache
+        self._stamp = np.zeros(count, np.int64)  # changes when another row takes the slot
+
+    def forget(self) -> None:
+        """Empties every slot; nothing in a cache is used again."""
+        self.rows = [None] * len(self.rows)
+        self.length[:] = self.fed[:] = self._prompt[:] = 0
+        self._stamp += 1
+        for group in self.groups:
+            group.cache, group.passed_over = None, 0
+
+    def group_of(self, slot: int) -> tuple[Group, int]:
+        """The group of a slot and the slot's row in it."""
+        return self.groups[slot // self.size], slot % self.size
+
+    def members(self, group: Group) -> list[Row]:
+        """Rows of a group."""
+        start = group.index * self.size
+        return [row for row in self.rows[start : start + self.size] if row is not None]
+
+    def put(
+        self, name: int, seed: tuple[int, int], prompt: Int[np.ndarray, " n"], limit: int, version: int, share: bool
+    ) -> tuple[Row, int]:
+        """Places a new row in a free slot; with `share`, next to what its prompt has in common with another.
+
+        Returns:
+          The row, and how many of its tokens need no prefill because the slot it got holds them already. What lies in
+          another slot is named in `Row.source`.
+        """
+        other, common = self._longest_match(prompt, version) if share else (None, 0)
+        slot, kept = self._free(), 0
+        if common and self.rows[other] is None:  # its old place, nothing to copy
+            slot, kept = other, min(common, int(self.fed[other]))
+        row = Row(name, seed, slot, len(prompt), limit=limit)
+        if common and not kept:
+            row.source = (other, int(self._stamp[other]), common)
+        self.rows[slot] = row
+        self.ids[slot, : len(prompt)] = prompt
+        self.length[slot] = self._prompt[slot] = len(prompt)
+        self.fed[slot], self.oldest[slot] = kept, version
+        self._stamp[slot] += 1
+        return row, kept
+
+    def remove(self, row: Row) -> None:
+        """Frees a row's slot; its ids and cache stay to be shared."""
+        self.rows[row.slot] = None
+
+    def extend(self, row: Row, ids: Int[np.ndarray, " n"]) -> None:
+        """Appends ids to a row."""
+        end = int(self.length[row.slot]) + len(ids)
+        self.ids[row.slot, self.length[row.slot] : end] = ids
+        self.length[row.slot] = end
+
+    def left(self, row: Row) -> int:
+        """Tokens that prefill has to feed before the row can be sampled."""
+        return int(self.length[row.slot] - self.fed[row.slot]) - 1
+
+    def source_ready(self, row: Row) -> bool | None:
+        """Whether what the row waits for can be copied; None when it will never come."""
+        slot, stamp, common = row.source
+        if self._stamp[slot] != stamp or self.oldest[slot] < self.oldest[row.slot]:
+            return None
+        if self.fed[slot] >= common:
+            return True
+        return False if self.rows[slot] is not None else None
+
+    def _longest_match(self, prompt: np.ndarray, version: int) -> tuple[int | None, int]:
+        """The slot whose ids begin most like the prompt, and how many tokens can be shared with it: all but the last
+        of an equal prompt, or a multiple of the widest chunk."""
+        n = len(prompt)
+        usable = (self.oldest == version) & (self.length > 0)
+        width = min(n, self.ids.shape[1])
+        differs = self.ids[:, :width] != prompt[:width]
+        same = np.where(differs.any(1), differs.argmax(1), width)
+        same = np.where(usable, np.minimum(same, self.length), 0)
+        # What a freed slot was never fed will not come any more.
+        free = np.array([row is None for row in self.rows])
+        same = np.where(free, np.minimum(same, self.fed), same)
+        equal = (self._prompt == n) & (same >= n - 1) & (n > 1)
+        shared = np.where(equal, n - 1, np.minimum(same, n - 1) // self._widest * self._widest)
+        best = int(np.argmax(shared * 2 + free))  # of equals a free slot: nothing to copy
+        return (best, int(shared[best])) if shared[best] > 0 else (None, 0)
+
+    def _free(self) -> int:
+        """A free slot, in the fullest group that has one, so that the rows left at the end lie together."""
+        used = [sum(row is not None for row in self.rows[g * self.size : (g + 1) * self.size]) for g in self._indices()]
+        free = [slot for slot, row in enumerate(self.rows) if row is None]
+        return max(free, key=lambda slot: (used[slot // self.size], -int(self._stamp[slot]), -slot))
+
+    def _indices(self) -> range:
+        return range(len(self.groups))
