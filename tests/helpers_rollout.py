@@ -53,8 +53,8 @@ class Script:
       seen: history of each row when its latest turn was asked for. seeds, begun, released, started: as they came.
     """
 
-    def __init__(self, script, slots=64):
-        self.script, self.slots, self.version = script, slots, 0
+    def __init__(self, script, slots=64, stop_id=END):
+        self.script, self.slots, self.stop_id, self.version = script, slots, stop_id, 0
         self.begun, self.started, self.released, self.ended = [], [], [], 0
         self.seeds, self.history, self.seen, self.turns, self.limits = {}, {}, {}, {}, {}
         self.held, self.waiting = set(), set()
@@ -97,7 +97,7 @@ class Script:
             self.history[row] += ids
         turn, self.turns[row] = self.turns[row], self.turns[row] + 1
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
-        stopped = bool(ids) and ids[-1] == END
+        stopped = bool(ids) and ids[-1] == self.stop_id
         self.deliver(SampledTurn(row, np.array(ids, np.int32), logprobs, stopped, self.version_of(row, turn)))
 
     def version_of(self, row, turn):

@@ -7,12 +7,12 @@ import threading
 import numpy as np
 import pytest
 from helpers_rollout import (
+    AB,
     ASK,
     CONFIG,
     DONE,
     END,
     A,
-    AB,
     B,
     Script,
     Shuffled,
@@ -154,7 +154,7 @@ def _alone(seed, index):
             return ids, mask, "finished" if finished else "malformed", parsed.text if finished else None, calls
         if turn + 1 == CONFIG.max_turns:
             return ids, mask, "truncated", None, calls
-        calls += 1
+        calls = turn + 1
         seen = chat.encode_observation(_observed(parsed.text, index, turn + 2 == CONFIG.max_turns).text)
         if len(ids) + len(seen) >= CONFIG.context:
             return ids, mask, "truncated", None, calls

@@ -120,6 +120,11 @@ class _Collection:
         self.states = Counter({"unstarted": len(rows)})
         self.started = self.asked = 0  # rows with a slot so far; rows whose episode was asked for or is not needed
         self.episodes = 0  # asked for and not yet given back
+        # Opening and grading wait for one thread, whatever the limits of a trajectory; but nothing waits for ever.
+        self._background = {
+            "queue_seconds": max(config.trajectory_seconds, config.tool_queue_seconds),
+            "run_seconds": config.trajectory_seconds,
+        }
         self.deadlines: deque[int] = deque()  # started rows; the limit is the same for all, so the first ends first
 
     def run(self, progress: Callable[[int, int], None] | None) -> list[Trajectory]:
@@ -248,9 +253,9 @@ class _Collection:
         row.call = Call(
             partial(_step, episode, row.code, final, self.chat),
             self._then(self._on_tool, row),
-            row.deadline,
-            self.config.tool_queue_seconds,
-            lambda _: _close(episode),
+            deadline=row.deadline,
+            queue_seconds=self.config.tool_queue_seconds,
+            cleanup=lambda _: _close(episode),
         )
         self._move(row, "tool")
         self.pool.submit("tool", row.call)
@@ -297,8 +302,8 @@ class _Collection:
             row.opening = Call(
                 partial(self.environment.open, row.task),
                 self._then(self._on_open, row),
-                time.monotonic() + self.config.trajectory_seconds,
                 cleanup=_close,
+                **self._background,
             )
             self.pool.submit("open", row.opening)
 
@@ -338,11 +343,7 @@ class _Collection:
             self._complete(row)
             return
         answer = None if row.status in _UNGRADED else row.answer or ""
-        row.call = Call(
-            partial(_grade, row.episode, answer),
-            self._then(self._on_graded, row),
-            time.monotonic() + self.config.trajectory_seconds,
-        )
+        row.call = Call(partial(_grade, row.episode, answer), self._then(self._on_graded, row), **self._background)
         self.pool.submit("grade", row.call)
 
     def _on_graded(self, row: Row, call: Call) -> None:

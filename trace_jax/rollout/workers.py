@@ -31,17 +31,18 @@ class Call:
       run: the work; whatever it raises ends up in `error`.
       deliver: called once with this call, from any thread, when it is done, hung or expired; never when it is dropped.
       deadline: moment of `time.monotonic` at which it is given up, waiting or running.
-      queue_seconds: longest wait for a worker.
+      queue_seconds: longest wait for a worker. run_seconds: longest run.
       cleanup: takes the value of a call that returned after it was given up.
-      state: "waiting", "running", "done", "hung" (the deadline passed while it ran), "expired" (it waited too long) or
+      state: "waiting", "running", "done", "hung" (it ran for too long), "expired" (it waited too long) or
         "dropped" (nobody wants it any more).
       waited: seconds in the queue. seconds: seconds since a thread took it up.
     """
 
     run: Callable[[], Any]
     deliver: Callable[[Call], None]
-    deadline: float
+    deadline: float = math.inf
     queue_seconds: float = math.inf
+    run_seconds: float = math.inf
     cleanup: Callable[[Any], None] = lambda value: None
     state: str = "waiting"
     value: Any = None
@@ -56,6 +57,11 @@ class Call:
     def wait_until(self) -> float:
         """Moment at which it has waited too long."""
         return min(self.deadline, self.submitted + self.queue_seconds)
+
+    @property
+    def run_until(self) -> float:
+        """Moment at which it has run too long."""
+        return min(self.deadline, self.started + self.run_seconds)
 
 
 def _nobody(call: Call) -> None:
@@ -195,7 +201,7 @@ class WorkerPool:
             call.state, call.started = "running", time.monotonic()
             call.waited = call.started - call.submitted
             lane.running[call] = threading.current_thread()
-            self._look_by(min(call.deadline, call.started + STALL_SECONDS))
+            self._look_by(min(call.run_until, call.started + STALL_SECONDS))
         value, error = None, None
         try:
             value = call.run()
@@ -247,12 +253,12 @@ class WorkerPool:
                 call.state, call.waited = "expired", now - call.submitted
                 ended.append(call)
             for call in list(lane.running):
-                if call.deadline <= now and self._give_up(call):
+                if call.run_until <= now and self._give_up(call):
                     ended.append(call)
-                stalls = min(call.deadline, call.started + STALL_SECONDS)
+                stalls = min(call.run_until, call.started + STALL_SECONDS)
                 if stalls <= now and not call.replaced:
                     self._displace(lane, call, self._most_stuck)
-                soonest = min([soonest, *(moment for moment in (stalls, call.deadline) if moment > now)])
+                soonest = min([soonest, *(moment for moment in (stalls, call.run_until) if moment > now)])
             soonest = min([soonest, *(call.wait_until for call in lane.waiting)])
             self._staff(lane)
         return ended, soonest
