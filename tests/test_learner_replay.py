@@ -1,0 +1,266 @@
+"""The learner scores the distribution that was sampled, truncated ones too (case 4 of trainer)."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trace_jax.config import ConfigError, GRPOConfig, MeshConfig, OptimizerConfig, PolicyConfig
+from trace_jax.learner import sharding
+from trace_jax.learner.credit import grpo_sequences
+from trace_jax.learner.objectives import grpo_objective
+from trace_jax.learner.packing import pack, unpack
+from trace_jax.learner.step import Learner, transformer_logprobs
+from trace_jax.policy.transformer import Transformer, logical_axes, token_logprobs
+from trace_jax.rollout.sampling import Sampling, draw, token_keys
+from trace_jax.rollout.trajectory import Trajectory
+
+TINY = PolicyConfig(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, mlp_width=64, max_length=64)
+SHARES = np.array([0.5, 0.3, 0.15, 0.05])
+PROMPT, LENGTH = 4, 20
+OBSERVED = range(10, 13)  # positions of a tool's answer
+
+
+def fixed_policy():
+    """A transformer whose next-token distribution is `SHARES` at every position."""
+    model = Transformer(PolicyConfig(**{**vars(TINY), "tie_embeddings": False}), len(SHARES), rngs=nnx.Rngs(0))
+    model.embedding[...] = jnp.ones_like(model.embedding[...])
+    for silent in (model.output, model.down):
+        silent[...] = jnp.zeros_like(silent[...])
+    model.head[...] = jnp.tile(jnp.log(SHARES) / TINY.width, (TINY.width, 1)).astype(jnp.float32)
+    return model
+
+
+def random_policy():
+    model = Transformer(TINY, 48, rngs=nnx.Rngs(1))
+    model.embedding[...] = 3 * model.embedding[...]  # far from uniform
+    return model
+
+
+def sample(model, sampling, count):
+    """Trajectories drawn token by token from whole forward passes, with a tool's answer in the middle."""
+    rng = np.random.default_rng(0)
+    ids = np.zeros((count, LENGTH), np.int32)
+    ids[:, :PROMPT] = rng.integers(0, model.vocab_size, (count, PROMPT))
+    logprobs = np.zeros((count, LENGTH), np.float32)
+    kept = np.full((count, LENGTH, sampling.top_k), -1, np.int32)
+    mask = np.isin(np.arange(LENGTH), [t for t in range(PROMPT, LENGTH) if t not in OBSERVED])
+    seeds = np.stack([np.zeros(count), np.arange(count)], 1).astype(np.uint32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape)
+
+    @jax.jit
+    def step(ids, t):
+        hidden = model(ids, positions, jnp.ones_like(ids))[:, t - 1]
+        return draw(token_keys(seeds, jnp.full(count, t)), model.logits(hidden), sampling.knobs, **sampling.static)
+
+    for t in range(PROMPT, LENGTH):
+        if t in OBSERVED:
+            ids[:, t] = rng.integers(0, model.vocab_size, count)
+            continue
+        ids[:, t], logprobs[:, t], left = (None if x is None else np.asarray(x) for x in step(ids, t))
+        if left is not None:
+            kept[:, t] = left
+    return [
+        Trajectory(
+            ids=ids[i],
+            loss_mask=mask,
+            logprobs=logprobs[i],
+            turn_index=np.where(mask, 0, -1).astype(np.int32),
+            versions=(0,),
+            status="finished",
+            task_index=0,
+            sample=i,
+            reward=float(i % 2),
+            kept=kept[i] if sampling.top_k else None,
+        )
+        for i in range(count)
+    ]
+
+
+def learner_of(model, sampling, **config):
+    graphdef, params = nnx.split(model, nnx.Param)
+    config = GRPOConfig(**config)
+    learner = Learner(
+        transformer_logprobs(graphdef, sampling.temperature), grpo_objective(config), OptimizerConfig(warmup_steps=0),
+        10, sharding.make_mesh(MeshConfig(), jax.devices()[:1]), logical_axes(model),
+    )  # fmt: skip
+    return learner, params, config
+
+
+SAMPLERS = [
+    Sampling(1.0, top_k=2),
+    Sampling(0.5),
+    Sampling(0.7, top_k=3, top_p=0.9),
+    Sampling(1.3, top_k=4, min_p=0.2),
+    Sampling(1.0, top_k=9, top_p=0.8, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS, ids=str)
+@pytest.mark.parametrize("policy", [fixed_policy, random_policy])
+def test_the_first_ratio_is_one(policy, sampling):
+    """Case 4: exp(trainer - sampler) is 1 under any temperature and truncation. Trajectory -> credit -> packed rows ->
+    learner, as in training."""
+    trajectories = sample(model := policy(), sampling, 6)
+    learner, params, config = learner_of(model, sampling)
+    sequences, _, _ = grpo_sequences(trajectories, config)
+    batches = pack(sequences, 3 * LENGTH, 2, sampling.top_k)
+    scores = unpack(learner.logprobs(params, batches), [LENGTH] * 6, 3 * LENGTH)
+    for t, score in zip(trajectories, scores, strict=True):
+        np.testing.assert_allclose(np.exp(score - t.logprobs)[t.loss_mask], 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.5), Sampling(1.0, top_k=9, top_p=0.8, min_p=0.05)], ids=str)
+def test_the_first_step_sees_no_distance(sampling):
+    """Case 4: in the metrics of the first step the ratio is 1, and the KL to a reference equal to the policy is 0."""
+    trajectories = sample(model := random_policy(), sampling, 4)
+    learner, params, config = learner_of(model, sampling, kl_coefficient=0.1)
+    sequences, _, _ = grpo_sequences(trajectories, config)
+    batches = learner.with_reference(learner.place(params), pack(sequences, 2 * LENGTH, 2, sampling.top_k))
+    _, metrics = learner.step(learner.init(params), batches)
+    assert metrics["tokens"] == 4 * sum(trajectories[0].loss_mask)
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5) and metrics["logprob_gap"] < 1e-5
+    assert metrics["reference_kl"] == pytest.approx(0.0, abs=1e-7)
+    assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0
+
+
+def test_replay_of_the_fixed_distribution():
+    """Case 4: ln 0.625 = -0.4700 for token 0 at T=1 and top_k=2 on both sides; a learner that scores the whole
+    vocabulary instead finds 0.8, the kept mass, on every token. T=0.5: -0.378436 on both sides."""
+    model = fixed_policy()
+    for sampling, token0 in ((Sampling(1.0, top_k=2), np.log(0.625)), (Sampling(0.5), -0.378436)):
+        trajectories = sample(model, sampling, 4)
+        learner, params, config = learner_of(model, sampling)
+        sequences, _, _ = grpo_sequences(trajectories, config)
+        scores = unpack(learner.logprobs(params, pack(sequences, LENGTH, 4, sampling.top_k)), [LENGTH] * 4, LENGTH)
+        zeros = 0
+        for t, score in zip(trajectories, scores, strict=True):
+            chosen = t.loss_mask & (t.ids == 0)
+            zeros += chosen.sum()
+            np.testing.assert_allclose(t.logprobs[chosen], token0, atol=1e-5)
+            np.testing.assert_allclose(score[chosen], token0, atol=1e-5)
+            if sampling.top_k:
+                whole = np.log(SHARES)[t.ids]
+                np.testing.assert_allclose(np.exp(whole - t.logprobs)[t.loss_mask], 0.8, atol=1e-5)
+                # what the replay says of tokens that were not sampled is the whole vocabulary's
+                np.testing.assert_allclose(score[~t.loss_mask][1:], whole[~t.loss_mask][1:], atol=1e-5)
+        assert zeros > 10
+
+
+def test_unrecorded_trajectories_do_not_reach_the_learner():
+    """Case 4: log-probabilities that were withheld (greedy, top-p without top-k) are refused, not trained on."""
+    trajectories = sample(fixed_policy(), Sampling(), 2)
+    trajectories[0].logprobs[trajectories[0].loss_mask] = np.nan
+    with pytest.raises(ConfigError, match="greedily, or truncated without a top_k"):
+        grpo_sequences(trajectories, GRPOConfig())
+
+
+def test_kept_ids_of_tokens_that_are_not_trained_have_no_effect():
+    """Case 1 of trainer, for the kept sets: loss and gradient are bitwise the same whatever stands there."""
+    sampling = Sampling(0.7, top_k=3)
+    model = random_policy()
+    trajectories = sample(model, sampling, 4)
+    learner, params, config = learner_of(model, sampling, entropy_coefficient=0.01)
+    updates = []
+    for filler in (-1, 5):
+        for t in trajectories:
+            t.kept[~t.loss_mask] = filler
+        sequences, _, _ = grpo_sequences(trajectories, config)
+        state, metrics = learner.step(learner.init(params), pack(sequences, LENGTH, 4, 3))
+        updates.append((jax.tree.leaves(state.params), metrics["loss"], metrics["grad_norm"]))
+    assert updates[0][1:] == updates[1][1:]
+    assert all(np.array_equal(a, b) for a, b in zip(updates[0][0], updates[1][0], strict=True))
+
+
+def test_replay_compiles_nothing_new():
+    """One set of programs for steps of any number of micro-batches, also when nothing carries a gradient."""
+    sampling = Sampling(0.7, top_k=3)
+    model = random_policy()
+    trajectories = sample(model, sampling, 4)
+    learner, params, config = learner_of(model, sampling)
+    sequences, _, _ = grpo_sequences(trajectories, config)
+    state = learner.init(params)
+    for part in (sequences, sequences[:1], []):
+        state, _ = learner.step(state, pack(part, LENGTH, 2, 3))
+    assert learner.compilations() == 3
+    assert all(batch.kept is None for batch in pack([], LENGTH, 2))  # the usual path has no such stream
+
+
+def reference(hidden, weight, targets, kept, temperature):
+    """Log-probabilities and entropies by definition, float64, one token at a time."""
+    result = np.zeros((2, *targets.shape))
+    for at in np.ndindex(targets.shape):
+        scores = hidden[at] @ weight / temperature
+        ids = [int(i) for i in kept[at] if i >= 0] or list(range(weight.shape[1]))
+        weights = {i: np.exp(scores[i] - scores[ids].max()) for i in ids}
+        shares = {i: w / sum(weights.values()) for i, w in weights.items()}
+        result[(0, *at)] = np.log(shares[int(targets[at])])
+        result[(1, *at)] = -sum(p * np.log(p) for p in shares.values() if p > 0)
+    return result
+
+
+@jax.jit
+def scored(hidden, weight, targets, kept, temperature):
+    model = SimpleNamespace(logits=lambda h: h @ weight)
+    return jnp.stack(token_logprobs(model, hidden, targets, temperature, 4, kept))
+
+
+@jax.jit
+def gradients(mix, hidden, *rest):
+    return jax.grad(lambda h: jnp.sum(mix * scored(h, *rest)))(hidden)
+
+
+@st.composite
+def cases(draw_):
+    """Hidden states, head, targets, and kept ids with the target at any place among them, or none."""
+    rng = np.random.default_rng(draw_(st.integers(0, 2**32 - 1)))
+    rows, time, width, vocabulary, k = 2, 3, 4, 11, draw_(st.sampled_from([1, 4]))
+    targets = rng.integers(0, vocabulary, (rows, time))
+    kept = np.full((rows, time, k), -1)
+    for at in np.ndindex(rows, time):
+        count = int(rng.integers(0, k + 1))
+        if count:
+            others = rng.permutation(np.delete(np.arange(vocabulary), targets[at]))[: count - 1]
+            kept[at][rng.permutation(k)[:count]] = rng.permutation([targets[at], *others])
+    hidden, weight = rng.normal(size=(rows, time, width)), 2 * rng.normal(size=(width, vocabulary))
+    return hidden, weight, targets, kept, draw_(st.sampled_from([0.5, 1.0, 2.0]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases())
+def test_truncated_scores_and_their_gradients_against_numpy(case):
+    """Values against the definition in float64; gradients against its central differences."""
+    hidden, weight, targets, kept, temperature = case
+    rest = (weight.astype(np.float32), targets.astype(np.int32), kept.astype(np.int32), np.float32(temperature))
+    wide = hidden.astype(np.float32)
+    np.testing.assert_allclose(scored(wide, *rest), reference(hidden, *case[1:]), atol=1e-4)
+    mix = np.random.default_rng(0).normal(size=(2, *targets.shape)).astype(np.float32)
+    gradient = np.asarray(gradients(mix, wide, *rest))
+    for at in np.ndindex(hidden.shape):
+        moved = np.zeros_like(hidden)
+        moved[at] = 1e-5
+        ends = [np.sum(mix * reference(hidden + sign * moved, *case[1:])) for sign in (1, -1)]
+        assert gradient[at] == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=2e-3, rel=2e-3)
+
+
+def test_no_array_of_all_scores():
+    """Value and gradient over kept ids need far less memory than scores of every token would."""
+    tokens, vocabulary = 4096, 2000
+    weight = jnp.zeros((8, vocabulary))
+    model = SimpleNamespace(logits=lambda h: h @ weight)
+
+    def loss(hidden, targets, kept):
+        return sum(jnp.sum(x) for x in token_logprobs(model, hidden, targets, chunk=64, kept=kept))
+
+    shapes = (
+        jax.ShapeDtypeStruct((4, tokens // 4, 8), jnp.float32),
+        jax.ShapeDtypeStruct((4, tokens // 4), jnp.int32),
+        jax.ShapeDtypeStruct((4, tokens // 4, 5), jnp.int32),
+    )
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < tokens * vocabulary * 4 / 8
