@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from trace_jax.environments import tools
 from trace_jax.environments.base import STATUSES
-from trace_jax.environments.tools import PythonTool, cut, render
+from trace_jax.environments.render import cut, render
+from trace_jax.environments.tools import PythonTool
 from trace_jax.warehouse.database import EpisodeDatabase
 
 
@@ -181,8 +182,8 @@ def test_cut_never_exceeds_the_limit(lines, limit, data):
 )
 def test_any_value_can_be_rendered(value):
     for header in (False, True):
-        lines, rows = render(value, header)
-        assert all("\n" not in line or isinstance(value, list) for line in lines) and rows <= len(lines)
+        lines, rows, more = render(value, header)
+        assert all("\n" not in line or isinstance(value, list) for line in lines) and rows <= len(lines) and more == 0
 
 
 @pytest.mark.parametrize(

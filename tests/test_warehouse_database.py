@@ -11,8 +11,9 @@ from helpers_episodes import fake_batch, fake_set
 
 from trace_jax.environments.ads import queries
 from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES
-from trace_jax.warehouse import database
+from trace_jax.warehouse import database, instance, processes
 from trace_jax.warehouse.database import EpisodeDatabase, QueryError, QueryTimeout
+from trace_jax.warehouse.instance import Instance
 from trace_jax.warehouse.schema import COLUMNS, GRAIN, VISIBLE_TABLES
 from trace_jax.warehouse.splits import EpisodeSet
 
@@ -46,26 +47,28 @@ def test_only_visible_tables_of_one_episode(db, episodes):
 
 
 def test_a_recycled_instance_holds_no_earlier_episode(episodes):
-    first = EpisodeDatabase(episodes[0].visible())
-    connection = first._shared.connection
-    first.query("SELECT * FROM segment_daily")
+    """Inside one worker: the instance of a closed episode serves the next one."""
+    tables = [list(one.visible().items()) for one in episodes]
+    first = Instance(tables[0], 256)
+    connection = first.connection
+    assert first.query("SELECT count(*) FROM segment_daily", 5)[0] == "rows"
     first.close()
-    with EpisodeDatabase(episodes[1].visible()) as second:
-        assert second._shared.connection is connection  # reused
-        ids = {row[0] for row in second.query("SELECT campaign_id FROM daily_campaign").rows}
-        assert episodes[1].campaign_id in ids and episodes[0].campaign_id not in ids
-        assert len(second.query("SELECT * FROM duckdb_tables()").rows) == len(VISIBLE_TABLES)
+    second = Instance(tables[1], 256)
+    assert second.connection is connection  # reused
+    ids = {row[0] for row in second.query("SELECT campaign_id FROM daily_campaign", 5)[1][1]}
+    assert episodes[1].campaign_id in ids and episodes[0].campaign_id not in ids
+    assert len(second.query("SELECT * FROM duckdb_tables()", 5)[1][1]) == len(VISIBLE_TABLES)
+    second.close()
+    assert instance.close_idle() == 1
+    with pytest.raises(duckdb.ConnectionException):
+        connection.execute("SELECT 1")
 
 
 def test_closing_idle_instances_frees_them_all(episodes):
     opened = [EpisodeDatabase(episodes[0].visible()) for _ in range(2)]
-    connections = [one._shared.connection for one in opened]
     for one in opened:
         one.close()
     assert database.close_idle() >= 2 and database.close_idle() == 0
-    for connection in connections:
-        with pytest.raises(duckdb.ConnectionException):
-            connection.execute("SELECT 1")
     with EpisodeDatabase(episodes[1].visible()) as again:  # the next episode connects anew
         assert again.query("SELECT count(*) > 0 FROM segment_daily").rows == ((True,),)
 
@@ -265,7 +268,7 @@ def test_identical_queries_come_from_the_cache(db, monkeypatch):
     other = db.clone()
     first = other.query("SELECT sum(clicks) FROM segment_daily")
     other.close()
-    monkeypatch.setattr(EpisodeDatabase, "_run", lambda *a: pytest.fail("executed again"))
+    monkeypatch.setattr(database._Shared, "_run", lambda *a: pytest.fail("executed again"))
     assert db.query("SELECT sum(clicks) FROM segment_daily") is first
 
 
@@ -277,60 +280,6 @@ def test_slow_queries_are_stopped_and_the_database_lives_on(db):
     assert db.query("SELECT 7", timeout_s=5).rows == ((7,),)
     with pytest.raises(QueryTimeout):  # a time-out is not remembered as the query's answer
         db.query(SLOW, timeout_s=0.05)
-
-
-def test_interrupt_stops_one_handle_only(db):
-    sibling = db.clone()
-    errors = []
-
-    def run():
-        try:
-            sibling.query(SLOW)
-        except QueryTimeout as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    for _ in range(100):
-        assert db.query("SELECT sum(orders) FROM segment_daily").rows
-        sibling.interrupt()
-        thread.join(0.05)
-        if not thread.is_alive():
-            break
-    assert not thread.is_alive() and len(errors) == 1
-    sibling.close()
-    with pytest.raises(QueryError, match="closed"):
-        sibling.query("SELECT 1")
-
-
-def test_interrupt_while_the_transaction_opens_leaves_no_writable_handle(db, monkeypatch):
-    handle = db.clone()
-    cursor = handle._shared.connection.cursor
-
-    class Interrupted:
-        """A cursor whose first statement, the opening of the transaction, is interrupted."""
-
-        def __init__(self):
-            self._real = cursor()
-
-        def execute(self, statement):
-            raise duckdb.InterruptException("INTERRUPT Error: Interrupted!")
-
-        def __getattr__(self, name):
-            return getattr(self._real, name)
-
-    class Connection:
-        def cursor(self):
-            return Interrupted()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(handle._shared, "connection", Connection())
-        with pytest.raises(QueryTimeout):
-            handle.query("SELECT 1")
-    with pytest.raises(QueryError):
-        handle.query("WITH x AS (INSERT INTO budget_log SELECT * FROM budget_log RETURNING 1) SELECT * FROM x")
-    assert handle.query("SELECT 2").rows == ((2,),)
-    handle.close()
 
 
 def test_handles_in_threads_get_the_same_answers(db, episodes):
@@ -349,10 +298,10 @@ def test_handles_in_threads_get_the_same_answers(db, episodes):
     assert results == [expected] * 4
 
 
-def test_instances_are_fenced_in():
-    connection = database._take_instance(256)
-    settings = dict(connection.execute("SELECT name, value FROM duckdb_settings()").fetchall())
-    connection.close()
+def test_instances_are_fenced_in(db):
+    with processes.workers().lend(db._shared._key) as worker:
+        db._shared._load(worker)
+        settings = worker.ask("settings", db._shared._key)[1]
     assert settings["enable_external_access"] == "false"
     assert settings["lock_configuration"] == "true"
     assert settings["threads"] == "1"

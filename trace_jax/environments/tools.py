@@ -4,13 +4,13 @@ State persists across the calls of an episode, a call has a time limit and its o
 The interpreter is pydantic-monty: a sandbox without files, network or host modules, in worker subprocesses. Between
 calls the variables of an episode are kept as the session's dump (1 KB plus the data), so a handful of workers serves
 any number of episodes, and a call that times out or crashes its worker leaves the variables as they were before it.
+The same calls on the same episode give the same text: the sandbox's clock stands still and its `random` is seeded.
 """
 
 from __future__ import annotations
 
 import atexit
 import datetime
-import math
 import os
 import re
 import threading
@@ -20,23 +20,34 @@ from typing import Any, Protocol
 
 import pydantic_monty as monty
 
+from trace_jax.environments import python_helpers
 from trace_jax.environments.base import Observation
+from trace_jax.environments.render import cut, render
 from trace_jax.warehouse.database import QueryError, QueryResult, QueryTimeout
 
 WORKER_MEMORY = 64 * 2**20  # bytes that the variables of one call may take
 STATE_LIMIT = 4 * 2**20  # bytes of variables kept between calls
+PROVED_STATE = 64 * 2**10  # bytes from which a state is loaded once, on trial, before it is kept
 MAX_QUERIES = 200  # host round trips of one call
+MAX_CODE_CHARACTERS = 100_000
 MAX_ERROR_CHARACTERS = 400
+MAX_PROCESSES = max(16, 2 * (os.cpu_count() or 1))  # a few endless calls must not make everybody wait
 
 # A call that is nothing but sql("..."): no interpreter needed. No backslash, so that the literal is its own value.
 _LITERALS = (r'"""((?:[^"\\]|"(?!""))*)"""', r"'''((?:[^'\\]|'(?!''))*)'''", r'"([^"\\\n]*)"', r"'([^'\\\n]*)'")
 _ONLY_SQL = re.compile(r"\s*sql\(\s*(?:" + "|".join(_LITERALS) + r")\s*\)\s*\Z")
+_POLICY = monty.OSPolicy(datetime=datetime.datetime(2026, 1, 1), random_start={"seed": 0})
+_OUT_OF_MEMORY = "exceeded its memory limit and was terminated"
 
 
 class Database(Protocol):
     """What the tool needs of an episode's database."""
 
+    waited: float  # seconds that queries waited for a free worker, which the agent does not pay for
+
     def query(self, sql: str, *, timeout_s: float | None = None) -> QueryResult: ...
+
+    def note(self, sql: str, result: QueryResult) -> str | None: ...
 
 
 class PythonTool:
@@ -44,9 +55,10 @@ class PythonTool:
 
     Args:
         database: answers `sql`.
-        seconds: wall-clock limit of one call.
+        seconds: limit of one call, not counting waits for a free worker.
         characters: the observation is cut to this length, with a note of what is missing.
-        header: put a line of column names over the rows of a result.
+        header: print rows as an aligned table with the column names over it, and add a note when an empty result has a
+            plain reason.
     """
 
     def __init__(self, database: Database, *, seconds: float = 60.0, characters: int = 8000, header: bool = False):
@@ -54,12 +66,16 @@ class PythonTool:
         self._seconds, self._characters, self._header = seconds, characters, header
         self._state: bytes | None = None  # dump of the session, None before the interpreter was first needed
         self._sql_is_ours: bool | None = True  # None: not known, the last call may have bound the name `sql`
+        self._has_helpers = False  # whether the state holds `python_helpers.SOURCE`
+        self._defined: list[str] = []  # names that calls have bound, for messages
 
     def run(self, code: str) -> Observation:
         """Run one call and describe its outcome."""
         try:
             if not code.strip():
                 return _error("empty call")
+            if len(code) > MAX_CODE_CHARACTERS:
+                return _error(f"the code is longer than {MAX_CODE_CHARACTERS} characters")
             match = _ONLY_SQL.match(code)
             if match and self._name_is_ours():
                 return self._run_sql(next(g for g in match.groups() if g is not None))
@@ -73,42 +89,53 @@ class PythonTool:
 
     def _run_sql(self, query: str) -> Observation:
         try:
-            rows = self._database.query(query, timeout_s=self._seconds).dicts()
+            result = self._database.query(query, timeout_s=self._seconds)
+            note = self._database.note(query, result) if self._header else None
         except QueryTimeout:
             return self._timeout()
         except QueryError as error:
             return _error(str(error))
-        return Observation(self._cut(*render(rows, self._header)))
+        return self._describe(result.dicts(), [], 0, note)
 
     def _run_python(self, code: str) -> Observation:
-        deadline = time.monotonic() + self._seconds
         printed = _Printed(self._characters)
-        sql = _SqlFunction(self._database, deadline)
+        helpers = not self._has_helpers and python_helpers.MENTIONED.search(code) is not None
         problem: monty.MontyError | None = None
         value, state = None, None
-        with _workers().checkout(limits=self._limits()) as session:
-            if self._state is not None:
-                session.load_session(self._state)
+        with self._session() as session:
+            if self._state is not None and not self._restore(session):
+                return _error("the variables of earlier calls could not be restored and are gone", "tool_failure")
+            sql = _SqlFunction(self._database, self._seconds, notes=self._header)
+            lookup = {"sql": sql, "table": self._table}
             try:
-                value = session.feed_run(code, external_lookup={"sql": sql}, print_callback=printed)
+                if helpers:
+                    session.feed_run(python_helpers.SOURCE)
+                value = session.feed_run(code, external_lookup=lookup, print_callback=printed)
             except (monty.MontyRuntimeError, monty.MontySyntaxError, monty.MontyConversionError) as error:
                 problem = error
-            late = time.monotonic() >= deadline or (problem is not None and "time limit exceeded" in str(problem))
-            if not late:  # a session that was stopped half-way must not be used again
+            late = sql.left <= 0 or (problem is not None and "time limit exceeded" in str(problem))
+            spent = problem is not None and str(problem).startswith("MemoryError")
+            if not late and not spent:  # a session that was stopped half-way must not be used again
                 state = session.dump()
         if late:
             return self._timeout()
-        dropped = len(state) > STATE_LIMIT
-        if not dropped:
+        dropped = state is not None and not self._loadable(state)
+        if state is not None and not dropped:
             self._state, self._sql_is_ours = state, None
+            self._has_helpers = self._has_helpers or helpers
+            self._defined = [*self._defined, *python_helpers.defined_names(code)][-100:]
         if problem is not None:
             return self._python_error(problem, sql, printed)
-        lines, rows = render(value, self._header) if value is not None else ([], 0)
-        lines = printed.lines() + lines
-        text = self._cut(lines or ["(no output)"], rows, printed.missing)
+        seen = self._describe(value, printed.lines(), printed.missing, sql.note)
         if dropped:
-            return _error(f"variables of this call take more than {STATE_LIMIT >> 20} MB and were dropped\n{text}")
-        return Observation(text)
+            return _error(f"variables of this call take more than {STATE_LIMIT >> 20} MB and were dropped\n{seen.text}")
+        return seen
+
+    def _describe(self, value: Any, printed: Sequence[str], missing: int, note: str | None) -> Observation:
+        lines, rows, more = render(value, self._header) if value is not None else ([], 0, 0)
+        tail = f"\nnote: {note}" if note else ""
+        lines = [*printed, *lines] or ["(no output)"]
+        return Observation(cut(lines, self._characters - len(tail), rows, missing, more) + tail)
 
     def _python_error(self, problem: monty.MontyError, sql: _SqlFunction, printed: _Printed) -> Observation:
         text = str(problem)
@@ -116,16 +143,32 @@ class PythonTool:
             text = problem.display("type-msg")
         if sql.last_error is not None and text == f"RuntimeError: {sql.last_error}":
             text = sql.last_error  # same words as when the query runs without the interpreter
+        elif _OUT_OF_MEMORY in text:
+            text = f"MemoryError: the call needs more than {WORKER_MEMORY >> 20} MB; variables are as before it"
+        else:
+            text = self._teach(text)
         observation = _error(text)
         if printed.lines():
-            return Observation(self._cut([*printed.lines(), observation.text], 0, printed.missing), True, "error")
+            room = max(self._characters - len(observation.text) - 1, 0)
+            return Observation(f"{cut(printed.lines(), room, 0, printed.missing)}\n{observation.text}", True, "error")
         return observation
+
+    def _teach(self, text: str) -> str:
+        """The message of a Python error, with what exists instead of a missing name."""
+        missing = re.match(r"NameError: name '(\w+)' is not defined\Z", text)
+        if missing:
+            return text + python_helpers.unknown_name(missing[1], self._defined)
+        missing = re.match(r"(?:ModuleNotFoundError: No module named|ImportError: .*?) '([\w.]+)'", text)
+        if missing:
+            return text + python_helpers.unknown_module(missing[1])
+        return text
 
     def _name_is_ours(self) -> bool:
         """Whether `sql` still means our function, i.e. no earlier call has bound that name."""
         if self._sql_is_ours is None:
-            with _workers().checkout(limits=self._limits()) as session:
-                session.load_session(self._state)
+            with self._session() as session:
+                if not self._restore(session):
+                    return True
                 try:
                     session.feed_run("sql", external_lookup={})
                     self._sql_is_ours = False
@@ -133,38 +176,80 @@ class PythonTool:
                     self._sql_is_ours = str(error).startswith("NameError")
         return self._sql_is_ours
 
-    def _limits(self) -> monty.ResourceLimits:
-        return monty.ResourceLimits(
+    def _loadable(self, state: bytes) -> bool:
+        """Whether a state may be kept: one that fits, and whose session can be restored within its memory.
+
+        A dump is smaller than what it stands for (tables grow to a peak and keep that size), and an episode whose state
+        cannot be loaded would have no further call.
+        """
+        if len(state) > STATE_LIMIT:
+            return False
+        if len(state) < PROVED_STATE:
+            return True
+        try:
+            with self._session() as session:
+                session.load_session(state)
+                session.feed_run("0")
+            return True
+        except (monty.MontyError, RuntimeError):
+            return False
+
+    def _restore(self, session: monty.MontySession) -> bool:
+        """Load the variables; where that fails, forget them, so that the episode goes on."""
+        try:
+            session.load_session(self._state)
+            return True
+        except monty.MontyRuntimeError:
+            self._state, self._sql_is_ours, self._has_helpers, self._defined = None, True, False, []
+            return False
+
+    def _session(self) -> monty.MontySession:
+        limits = monty.ResourceLimits(
             max_feed_duration_secs=self._seconds,
             max_memory=WORKER_MEMORY,
             max_suspensions=MAX_QUERIES,
             max_recursion_depth=200,
             max_total_sleep_secs=min(self._seconds, 1.0),
         )
+        return _workers().checkout(limits=limits, os_policy=_POLICY, external_modules=python_helpers.modules())
+
+    def _table(self, rows: Any) -> str:
+        """`table` as the sandbox sees it: rows as the text that a result prints as."""
+        if not isinstance(rows, list) or not all(isinstance(row, (dict, tuple)) for row in rows):
+            raise TypeError("table() takes a list of rows, as sql() returns them")
+        lines, count, more = render(rows, table=True)
+        return cut(lines, self._characters, count, 0, more)
 
     def _timeout(self) -> Observation:
         return _error(f"the call ran longer than {self._seconds:g} s and was stopped", "timeout")
 
-    def _cut(self, lines: Sequence[str], rows: int = 0, missing: int = 0) -> str:
-        return cut(lines, self._characters, rows, missing)
-
 
 class _SqlFunction:
-    """`sql` as the sandbox sees it."""
+    """`sql` as the sandbox sees it, within the time limit of the call, which begins now."""
 
-    def __init__(self, database: Database, deadline: float):
-        self._database, self._deadline = database, deadline
+    def __init__(self, database: Database, seconds: float, notes: bool):
+        self._database, self._notes = database, notes
+        self._deadline = time.monotonic() + seconds - database.waited
         self.last_error: str | None = None
+        self.note: str | None = None  # on the last query's result
+
+    @property
+    def left(self) -> float:
+        """Seconds of the call that are left; waits for a free database worker are not counted."""
+        return self._deadline + self._database.waited - time.monotonic()
 
     def __call__(self, query: Any) -> list[dict[str, Any]]:
-        self.last_error = None
+        self.last_error = self.note = None
         if not isinstance(query, str):
             raise TypeError("sql() takes the query as one string")
-        left = self._deadline - time.monotonic()
+        left = self.left
         if left <= 0:
             raise TimeoutError("out of time")
         try:
-            return self._database.query(query, timeout_s=left).dicts()
+            result = self._database.query(query, timeout_s=left)
+            if self._notes:
+                self.note = self._database.note(query, result)
+            return result.dicts()
         except QueryTimeout as error:
             raise TimeoutError(str(error)) from None
         except QueryError as error:
@@ -181,7 +266,8 @@ class _Printed:
 
     def __call__(self, stream: str, text: str) -> None:
         kept = text[: max(self._limit - self._size, 0)]
-        self._parts.append(kept)
+        if kept:
+            self._parts.append(kept)
         self._size += len(kept)
         self.missing += len(text) - len(kept)
 
@@ -190,86 +276,9 @@ class _Printed:
         return text.removesuffix("\n").split("\n") if text else []
 
 
-def render(value: Any, header: bool = False) -> tuple[list[str], int]:
-    """A call's value as lines, and how many of the last lines are result rows.
-
-    A list of row dicts (same keys) or of tuples: one line a row, values joined by single spaces, numbers as in
-    `scalar`; `header` puts the column names first. Anything else is one value, written like Python with the
-    same numbers.
-    """
-    if isinstance(value, list) and value:
-        first = value[0]
-        if isinstance(first, dict) and all(isinstance(r, dict) and r.keys() == first.keys() for r in value):
-            lines = [" ".join(map(_nested, row.values())) for row in value]
-            return ([" ".join(map(str, first)), *lines] if header else lines), len(lines)
-        if all(isinstance(row, tuple) for row in value):
-            return [" ".join(map(_nested, row)) for row in value], len(value)
-    return (value if isinstance(value, str) else _nested(value)).split("\n"), 0
-
-
-def scalar(value: Any) -> str | None:
-    """One value: null, true or false, integers in full, floats with at most 4 significant digits, ISO dates."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return f"{value:.4g}" if math.isfinite(value) else str(value)
-    if isinstance(value, int):
-        return (
-            str(value) if abs(value) < 10**40 else f"{'-' if value < 0 else ''}(integer of {value.bit_length()} bits)"
-        )
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    return None
-
-
-def _nested(value: Any, depth: int = 0) -> str:
-    text = scalar(value)
-    if text is not None:
-        return text if depth == 0 or not isinstance(value, str) else repr(value)
-    if depth > 20:
-        return "..."
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_nested(k, depth + 1)}: {_nested(v, depth + 1)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        inner = ", ".join(_nested(v, depth + 1) for v in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
-    if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(_nested(v, depth + 1) for v in value)) + "}" if value else "set()"
-    return repr(value)
-
-
-def cut(lines: Sequence[str], limit: int, rows: int = 0, missing: int = 0) -> str:
-    """Join lines to at most `limit` characters, with a note of the rows (or characters) left out.
-
-    Args:
-        rows: how many of the last lines are rows of a result; these are cut at whole rows.
-        missing: characters dropped before this call.
-    """
-    text = "\n".join(lines)
-    if len(text) <= limit and not missing:
-        return text
-    total = len(text) + missing
-    if rows and not missing:
-        room = limit - len(f"\n... {rows} more rows")
-        kept, used = 0, -1
-        while kept < len(lines) and used + 1 + len(lines[kept]) <= room:
-            used += 1 + len(lines[kept])
-            kept += 1
-        left = len(lines) - kept
-        if 0 < left < len(lines) and left <= rows:
-            return "\n".join([*lines[:kept], f"... {left} more row{'s' if left > 1 else ''}"])
-    note = f"\n... {total} characters in all"
-    kept_text = text[: max(limit - len(note), 0)]
-    return f"{kept_text}\n... {total - len(kept_text)} more characters"
-
-
 def _error(text: str, status: str = "error") -> Observation:
     head, _, tail = text.partition("\n")
-    line = "error: " + " ".join(head.split())[:MAX_ERROR_CHARACTERS]
+    line = "error: " + " ".join(head[: 4 * MAX_ERROR_CHARACTERS].split())[:MAX_ERROR_CHARACTERS]
     return Observation(f"{line}\n{tail}" if tail else line, True, status)
 
 
@@ -284,9 +293,10 @@ def _workers() -> monty.Monty:
         if _POOL is None or _POOL[0] != os.getpid():
             pool = monty.Monty(
                 min_processes=1,
-                max_processes=max(4, os.cpu_count() or 1),
+                max_processes=MAX_PROCESSES,
                 checkout_timeout=300.0,
                 max_checkouts_per_worker=5000,
+                feed_duration_limit_grace=0.5,
             )
             pool.__enter__()
             atexit.register(pool.__exit__, None, None, None)

@@ -1,51 +1,31 @@
-"""One in-memory DuckDB instance per episode, read-only for the agent and closed to the outside.
+"""The agent's SQL: read-only queries on the tables of one episode, closed to the outside, answered in time.
 
 What an agent's query can reach is the tables given to the constructor: no file, no extension, no Python variable, no
-other episode. Four fences, because no single one holds (measured with DuckDB 2.0):
-
-- the instance: no external access, no Python replacement scans, one thread, a memory limit, no spilling, locked
-  configuration;
-- the statement: exactly one, of type SELECT (DESCRIBE, SHOW and SUMMARIZE are of that type);
-- a read-only transaction: `WITH x AS (INSERT ...) SELECT` is of type SELECT and would otherwise write;
-- function names: table functions such as `enable_profiling()` change the instance from inside a SELECT, `random()`
-  would make a cached answer differ from a fresh one, and scalar functions such as `repeat` allocate outside the
-  memory limit.
+other episode. Queries run in worker processes (`warehouse.processes`), in an instance of the episode's own
+(`warehouse.instance`), after a look at the function names they use (`warehouse.sql_guard`). Whatever a query does
+there, the caller has an answer or an error within its time limit and a short grace.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import decimal
-import heapq
 import itertools
-import math
-import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 
-MAX_ROWS = 20_000  # rows of one result; more is an error that says to aggregate
-MAX_CELLS = 1_000_000  # of one result, see `_cells`
-MAX_SQL_CHARACTERS = 20_000
-MAX_CACHED_CELLS = 200_000  # of one episode's query cache
-MAX_IDLE_INSTANCES = 32  # emptied instances kept for the next episode: connecting costs 13 ms, emptying 1 ms
+from trace_jax.warehouse import processes
+from trace_jax.warehouse.instance import MAX_ROWS, Outcome, cells
+from trace_jax.warehouse.sql_errors import MAX_NAMES, compared_values, explain, known_names, nearest
+from trace_jax.warehouse.sql_guard import MAX_SQL_CHARACTERS, refusal
 
-_REFUSED = re.compile(
-    r"\b(?:enable_\w+|disable_\w+|\w*checkpoint|query|query_table|json_execute_serialized_sql|\w+_scan|arrow_scan_dumb"
-    r"|python_map_function|\w*external_resource\w*|\w+_grammar_extension|truncate_duckdb_logs|write_log|setval|nextval"
-    r"|setseed|random|\w*uuid\w*|tablesample|using\s+sample|current_(?:date|time\w*|local\w*|\w+_id)|get_current_\w+"
-    r"|localtime\w*|transaction_timestamp|txid_current|pg_\w*time|duckdb_(?:memory|connection_count|live\w*|log\w*)"
-    r"|(?:now|today|ago)(?=[\"\s]*\()"
-    r"|repeat|repeat_row|lpad|rpad|list_resize|array_resize|printf|format|sleep_ms|pg_sleep)\b"
-    r"|(?<!from )(?<!join )\b(?:range|generate_series)(?=[\"\s]*\()",
-    re.IGNORECASE,
-)
+__all__ = ["MAX_ROWS", "MAX_SQL_CHARACTERS", "EpisodeDatabase", "QueryError", "QueryResult", "QueryTimeout"]
+
+MAX_CACHED_CELLS = 200_000  # of one episode's query cache
+DEFAULT_SECONDS = 60.0  # limit of a query that is given none
 
 
 class QueryError(ValueError):
@@ -53,7 +33,7 @@ class QueryError(ValueError):
 
 
 class QueryTimeout(QueryError):
-    """The query was interrupted, by its own time limit or by `EpisodeDatabase.interrupt`."""
+    """The query was stopped at its time limit."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +41,7 @@ class QueryResult:
     """Rows of plain values: None, bool, int, float, str, date, and lists or dicts of these.
 
     Column names are unique (a repeated name gets a suffix). A division by zero is NULL inside the database already, see
-    `_take_instance`; what else is not finite (1e308 * 10, the correlation of a constant) arrives as None.
+    `instance.take`; what else is not finite (1e308 * 10, the correlation of a constant) arrives as None.
     """
 
     columns: tuple[str, ...]
@@ -75,52 +55,68 @@ class QueryResult:
 class EpisodeDatabase:
     """The agent-visible tables of one episode.
 
-    `clone` gives further handles on the same instance and query cache (a GRPO group shares one). A handle is used by
-    one thread at a time; `interrupt` and `close` may come from any thread. The instance is given back when the last
-    handle closes.
+    `clone` gives further handles on the same tables and query cache (a GRPO group shares one). Thread-safe; the tables
+    are given up when the last handle closes.
     """
 
     def __init__(self, tables: Mapping[str, pa.Table], *, memory_limit_mb: int = 256):
         self._shared = _Shared(tables, memory_limit_mb)
-        self._cursor: duckdb.DuckDBPyConnection | None = None
         self._closed = False
+        self.waited = 0.0  # seconds that queries of this handle waited for a free worker, or for one to start
 
     def clone(self) -> EpisodeDatabase:
         """Another handle on the same tables and cache; costs microseconds."""
         other = object.__new__(EpisodeDatabase)
         self._shared.retain()
-        other._shared, other._cursor, other._closed = self._shared, None, False
+        other._shared, other._closed, other.waited = self._shared, False, 0.0
         return other
 
     def query(self, sql: str, *, timeout_s: float | None = None) -> QueryResult:
-        """Run one read-only query.
+        """Run one read-only query, or answer it from the cache.
+
+        The same text asked by several threads at once is run once: the others wait for it, each to its own limit, and
+        one of them runs it itself if the first gave up.
+
+        Args:
+            sql: one SELECT.
+            timeout_s: seconds the query may run, not counting a wait for a free worker; `DEFAULT_SECONDS` if None.
 
         Raises:
-            QueryError: the query is refused or fails; QueryTimeout: it ran longer than `timeout_s` seconds.
+            QueryError: the query is refused or fails; QueryTimeout: it ran longer than its limit.
         """
         if self._closed:
             raise QueryError("the episode is closed")
-        hit = self._shared.cached(sql)
-        if hit is None:
-            hit = self._run(sql, timeout_s)
-            self._shared.remember(sql, hit)
+        seconds = DEFAULT_SECONDS if timeout_s is None else timeout_s
+        hit, queued = self._shared.answer(sql, seconds)
+        self.waited += queued
         if isinstance(hit, QueryError):
-            raise QueryError(str(hit))
+            raise type(hit)(str(hit))
         return hit
 
-    def interrupt(self) -> None:
-        """Stop the running query of this handle, if any."""
-        cursor = self._cursor
-        if cursor is not None:
-            cursor.interrupt()
+    def note(self, sql: str, result: QueryResult) -> str | None:
+        """Why the result of a query has nothing in it, if a column was compared with a value that it never has."""
+        if any(value not in (None, 0) for row in result.rows for value in row):
+            return None
+        for table, column, value in compared_values(sql, self.columns):
+            quoted = column.replace('"', '""')
+            found = self.query(
+                f'SELECT DISTINCT "{quoted}" FROM "{table}" ORDER BY 1 LIMIT {MAX_NAMES + 1}', timeout_s=5
+            )
+            exist = [row[0] for row in found.rows if row[0] is not None]
+            if value not in exist and len(exist) <= MAX_NAMES:
+                near = nearest(value, exist)
+                return f"no {column} is '{value}'" + known_names("others" if near else "values", exist, near)
+        return None
+
+    @property
+    def columns(self) -> Mapping[str, Mapping[str, str]]:
+        """Column names and Arrow types of every table."""
+        return self._shared.columns
 
     def close(self) -> None:
         """Give the handle back; may be called twice."""
         if not self._closed:
             self._closed = True
-            if self._cursor is not None:
-                self._cursor.close()
-                self._cursor = None
             self._shared.release()
 
     def __enter__(self) -> EpisodeDatabase:
@@ -129,78 +125,99 @@ class EpisodeDatabase:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _run(self, sql: str, timeout_s: float | None) -> QueryResult | QueryError:
-        """Execute without the cache. Errors that would come again are returned (and cached); a time-out is raised."""
-        refusal = _refusal(sql)
-        if refusal:
-            return QueryError(refusal)
-        fresh = self._cursor is None
-        if fresh:
-            self._cursor = self._shared.connection.cursor()
-        cursor = self._cursor
-        ticket = _WATCHDOG.watch(cursor, timeout_s) if timeout_s is not None else None
-        try:
-            if fresh:  # an interrupt may arrive here already; without its transaction a cursor must not be kept
-                cursor.execute("BEGIN TRANSACTION READ ONLY")
-            statements = cursor.extract_statements(sql)
-            if len(statements) != 1:
-                return QueryError(f"one statement a query, got {len(statements)}")
-            if statements[0].type != duckdb.StatementType.SELECT:
-                kind = str(statements[0].type).rpartition(".")[2]
-                hint = " (write PIVOT ... ON column IN (...))" if kind == "MULTI" else ""
-                return QueryError(f"only SELECT queries are allowed, got {kind}{hint}")
-            cursor.execute(statements[0])
-            names = [d[0] for d in cursor.description or []]
-            rows = cursor.fetchmany(MAX_ROWS + 1)
-            if len(rows) > MAX_ROWS:
-                self._restart()
-                return QueryError(f"the result has more than {MAX_ROWS} rows; aggregate or add LIMIT")
-            cursor.fetchall()  # nothing is left, but an unfinished result would block the connection
-        except duckdb.InterruptException:
-            self._restart()
-            raise QueryTimeout(
-                f"the query was stopped after {timeout_s:g} s" if timeout_s else "the query was stopped"
-            ) from None
-        except (duckdb.Error, UnicodeError, OverflowError, AttributeError) as error:
-            self._restart()
-            return QueryError(_one_line(error))
-        finally:
-            if ticket is not None:
-                _WATCHDOG.done(ticket)
-        if _cells(rows) > MAX_CELLS:
-            return QueryError("the result is too large; aggregate or shorten its lists and texts")
-        return QueryResult(_unique(names), tuple(tuple(map(_plain, row)) for row in rows))
 
-    def _restart(self) -> None:
-        """An error aborts the read-only transaction: open a new one with a fresh cursor at the next query."""
-        if self._cursor is not None:
-            self._cursor.close()
-            self._cursor = None
+class _Flight:
+    """A query that is being run; `result` is None when it ended without an answer that others may use."""
+
+    def __init__(self):
+        self.done = threading.Event()
+        self.result: QueryResult | QueryError | None = None
 
 
 class _Shared:
-    """An instance with its tables, its query cache and the number of handles on it."""
+    """An episode's tables, its query cache and the number of handles on it."""
+
+    _keys = itertools.count()
 
     def __init__(self, tables: Mapping[str, pa.Table], memory_limit_mb: int):
-        self._limit, self._names = memory_limit_mb, tuple(tables)
+        self.columns = {name: {f.name: str(f.type) for f in table.schema} for name, table in tables.items()}
+        self._key, self._limit = next(self._keys), memory_limit_mb
+        self._tables = [(name, _stream(table)) for name, table in tables.items()]
         self._lock = threading.Lock()
         self._handles = 1
         self._cache: dict[str, QueryResult | QueryError] = {}
+        self._flights: dict[str, _Flight] = {}
         self._cells = 0
-        self.connection = _take_instance(memory_limit_mb)
-        for name, table in tables.items():
-            # A relation creates the table without a registered view in between: a quarter less time than
-            # `CREATE TABLE ... AS SELECT` from one, and nothing but tables to clear away later.
-            self.connection.from_arrow(table).create(f'"{name}"')
+        with processes.workers().lend(self._key) as worker:  # so that opening an episode pays for loading it
+            self._load(worker)
 
-    def cached(self, sql: str) -> QueryResult | QueryError | None:
-        return self._cache.get(sql)
+    def answer(self, sql: str, seconds: float) -> tuple[QueryResult | QueryError, float]:
+        """The result of a query, an error that would come again, or a QueryTimeout; and seconds waited for a worker."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                hit, flight = self._cache.get(sql), self._flights.get(sql)
+                if hit is not None:
+                    return hit, 0.0
+                if leads := flight is None:
+                    flight = self._flights[sql] = _Flight()
+            left = deadline - time.monotonic()
+            if leads:
+                try:
+                    result, lasting, queued = self._run(sql, max(left, 0.0), seconds)
+                    if lasting:
+                        self._remember(sql, result)
+                        flight.result = result
+                    return result, queued
+                finally:
+                    with self._lock:
+                        del self._flights[sql]
+                    flight.done.set()
+            flight.done.wait(left)
+            if flight.result is not None:
+                return flight.result, 0.0
+            if time.monotonic() >= deadline:
+                return _stopped(seconds), 0.0
 
-    def remember(self, sql: str, result: QueryResult | QueryError) -> None:
-        cells = 8 if isinstance(result, QueryError) else 8 + _cells(result.rows)
+    def _run(self, sql: str, left: float, seconds: float) -> tuple[QueryResult | QueryError, bool, float]:
+        """Execute without the cache. Also: would the same query end the same way again; seconds waited for a worker."""
+        problem = refusal(sql, self.columns)
+        if problem:
+            return QueryError(problem), True, 0.0
+        start = asked = time.monotonic()
+        lasting = False
+        try:
+            with processes.workers().lend(self._key) as worker:
+                self._load(worker)
+                asked = time.monotonic()
+                outcome = worker.ask("query", self._key, sql, left, seconds=left + grace(seconds))
+            result, lasting = self._outcome(sql, seconds, outcome)
+        except processes.WorkerStuck:
+            result = _stopped(seconds)
+        except processes.WorkerLost:
+            result = QueryError("the query was stopped: it took too much memory or broke the database engine")
+        except (processes.QueueFull, RuntimeError) as failure:
+            result = QueryError(str(failure))
+        return result, lasting, asked - start
+
+    def _outcome(self, sql: str, seconds: float, outcome: Outcome) -> tuple[QueryResult | QueryError, bool]:
+        status, value = outcome
+        if status == "rows":
+            return QueryResult(*value), True
+        if status == "timeout":
+            return _stopped(seconds), False
+        if status == "error":
+            return QueryError(explain(value, sql, self.columns)), True
+        return QueryError(f"the database worker failed: {value}"), False
+
+    def _load(self, worker: processes.Worker) -> None:
+        processes.workers().load(worker, self._key, self._limit, self._tables)
+
+    def _remember(self, sql: str, result: QueryResult | QueryError) -> None:
+        count = 8 if isinstance(result, QueryError) else 8 + cells(result.rows)
         with self._lock:
-            if self._cells + cells <= MAX_CACHED_CELLS and sql not in self._cache:
-                self._cells += cells
+            if self._handles and self._cells + count <= MAX_CACHED_CELLS and sql not in self._cache:
+                self._cells += count
                 self._cache[sql] = result
 
     def retain(self) -> None:
@@ -212,14 +229,15 @@ class _Shared:
     def release(self) -> None:
         with self._lock:
             self._handles -= 1
-            last = self._handles == 0
-        if last:
+            if self._handles:
+                return
             self._cache.clear()
-            _give_back(self.connection, self._limit, self._names)
+        processes.workers().forget(self._key)
 
 
-_IDLE: list[tuple[int, duckdb.DuckDBPyConnection]] = []
-_IDLE_LOCK = threading.Lock()
+def grace(seconds: float) -> float:
+    """Seconds beyond its limit that a query may take to stop by itself, before its worker is killed."""
+    return min(max(0.5 * seconds, 0.2), 1.0)
 
 
 def close_idle() -> int:
@@ -227,164 +245,15 @@ def close_idle() -> int:
 
     Frees their memory when no more episodes will be opened for a while; the next one then pays for connecting again.
     """
-    with _IDLE_LOCK:
-        idle, _IDLE[:] = list(_IDLE), []
-    for _, connection in idle:
-        connection.close()
-    return len(idle)
+    return processes.workers().close_idle()
 
 
-def _take_instance(memory_limit_mb: int) -> duckdb.DuckDBPyConnection:
-    """An empty instance: an idle one, or a new one."""
-    with _IDLE_LOCK:
-        for i in reversed(range(len(_IDLE))):
-            if _IDLE[i][0] == memory_limit_mb:
-                return _IDLE.pop(i)[1]
-    connection = duckdb.connect(
-        ":memory:",
-        config={
-            "threads": 1,
-            "async_threads": 0,  # the default starts eight threads an instance
-            "memory_limit": f"{memory_limit_mb}MB",
-            "temp_directory": "",
-            "autoinstall_known_extensions": "false",
-            "autoload_known_extensions": "false",
-            "python_enable_replacements": "false",
-        },
-    )
-    # 1/0 would be inf, 0/0 NaN, and NaN sorts greatest: `ORDER BY ctr DESC LIMIT 1` would pick an empty segment.
-    connection.execute("SET GLOBAL ieee_floating_point_ops = false")
-    with contextlib.suppress(duckdb.CatalogException):  # before DuckDB 2 the first setting alone gives NULL
-        connection.execute("SET GLOBAL error_on_division_by_zero = false")
-    # These two forbid changing what is set above, so they come last.
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
-    return connection
+def _stopped(seconds: float) -> QueryTimeout:
+    return QueryTimeout(f"the query was stopped after {seconds:g} s")
 
 
-def _give_back(connection: duckdb.DuckDBPyConnection, limit: int, names: tuple[str, ...]) -> None:
-    """Empty an instance and keep it, or close it. Agents can create nothing, so dropping our tables empties it."""
-    try:
-        for name in names:
-            connection.execute(f'DROP TABLE "{name}"').fetchall()
-        left = connection.execute("SELECT count(*) FROM duckdb_tables()").fetchall()
-        with _IDLE_LOCK:
-            if left == [(0,)] and len(_IDLE) < MAX_IDLE_INSTANCES:
-                _IDLE.append((limit, connection))
-                return
-    except duckdb.Error:
-        pass  # an instance in an unknown state is closed below
-    connection.close()
-
-
-class _Watchdog:
-    """One thread that interrupts queries that outlive their time (a timer thread each would cost more than a query)."""
-
-    def __init__(self):
-        self._wake = threading.Condition()
-        self._heap: list[tuple[float, int]] = []
-        self._live: dict[int, duckdb.DuckDBPyConnection] = {}
-        self._numbers = itertools.count()
-        self._thread: threading.Thread | None = None
-
-    def watch(self, cursor: duckdb.DuckDBPyConnection, seconds: float) -> int:
-        with self._wake:
-            ticket = next(self._numbers)
-            deadline = time.monotonic() + max(seconds, 0.0)
-            self._live[ticket] = cursor
-            heapq.heappush(self._heap, (deadline, ticket))
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._loop, name="query-watchdog", daemon=True)
-                self._thread.start()
-            elif self._heap[0][1] == ticket:
-                self._wake.notify()
-        return ticket
-
-    def done(self, ticket: int) -> None:
-        with self._wake:
-            self._live.pop(ticket, None)
-
-    def _loop(self) -> None:
-        with self._wake:
-            while True:
-                while self._heap and self._heap[0][1] not in self._live:
-                    heapq.heappop(self._heap)
-                if not self._heap:
-                    self._wake.wait(60.0)
-                    continue
-                deadline, ticket = self._heap[0]
-                left = deadline - time.monotonic()
-                if left > 0:
-                    self._wake.wait(left)
-                    continue
-                heapq.heappop(self._heap)
-                with contextlib.suppress(duckdb.Error):  # the cursor may have been closed meanwhile
-                    self._live[ticket].interrupt()
-                # An interrupt that arrives before the query starts is lost: try again until the query reports back.
-                heapq.heappush(self._heap, (time.monotonic() + 0.05, ticket))
-
-
-_WATCHDOG = _Watchdog()
-
-
-def _refusal(sql: str) -> str | None:
-    if not sql.strip():
-        return "empty query"
-    if len(sql) > MAX_SQL_CHARACTERS:
-        return f"the query is longer than {MAX_SQL_CHARACTERS} characters"
-    try:
-        sql.encode()
-    except UnicodeEncodeError:
-        return "the query is not valid Unicode text"
-    if "\0" in sql:  # DuckDB would stop reading here without a word
-        return "the query holds a NUL character"
-    found = _REFUSED.search(sql)
-    return f"{found.group(0)} is not allowed here" if found else None
-
-
-def _one_line(error: Exception) -> str:
-    """DuckDB's message without the echo of the query."""
-    text = re.split(r"\n\s*LINE \d+:", str(error), maxsplit=1)[0]
-    return " ".join(text.split())[:400]
-
-
-def _unique(names: list[str]) -> tuple[str, ...]:
-    seen: dict[str, int] = {}
-    out = []
-    for name in names:
-        count = seen.get(name, 0)
-        seen[name] = count + 1
-        out.append(f"{name}_{count}" if count else name)
-    return tuple(out) if len(set(out)) == len(out) else tuple(f"{n}_{i}" for i, n in enumerate(names))
-
-
-def _cells(rows: Sequence[Any]) -> int:
-    """Size of a result: its values, with lists counted by item and long texts by 16 characters."""
-    total = 0
-    for value in rows:
-        if isinstance(value, (list, tuple)):
-            total += _cells(value)
-        elif isinstance(value, dict):
-            total += _cells(list(value.values()))
-        else:
-            total += 1 + (len(value) >> 4 if isinstance(value, (str, bytes)) else 0)
-    return total
-
-
-def _plain(value: Any) -> Any:
-    """A value that crosses into the interpreter unchanged."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, decimal.Decimal):
-        value = float(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, datetime.datetime):
-        return value.isoformat(sep=" ")
-    if isinstance(value, datetime.date):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    return str(value)
+def _stream(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from trace_jax.config import ConfigError
+from trace_jax.environments.python_helpers import DOCUMENTATION
 from trace_jax.simulator.causes import CAUSES
 from trace_jax.simulator.vocabulary import ATTRIBUTES
 from trace_jax.warehouse.materialize import advertiser_name, campaign_name, day
@@ -78,7 +79,8 @@ Causes (level): signature in the second half against the first
 {causes}
 
 Tool: Python with state kept between calls. `sql(query)` runs one read-only DuckDB query and returns a list of dicts;
-the value of the last expression and printed text come back to you.
+the value of the last expression and printed text come back to you, rows as a table cut to a few dozen.
+{DOCUMENTATION}
 
 Tables
 {tables}
