@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from helpers_rollout import (
+from helpers_collect import (
     AB,
     ASK,
     CONFIG,

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from helpers_collect import CONFIG, Script, ToyEnvironment
 from helpers_episodes import fake_set
-from helpers_rollout import CONFIG, Script, ToyEnvironment
 
 from trace_jax.config import EnvironmentConfig, TokenizerConfig
 from trace_jax.environments.ads.environment import AdsEnvironment

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from helpers_rollout import (
+from helpers_collect import (
     ASK,
     CONFIG,
     DONE,
