@@ -245,7 +245,8 @@ class Lane:
         slots = self._slots
         shape = next_chunk(self._shapes, slots.left(pending[0]))
         rows = [row for row in pending if next_chunk(self._shapes, slots.left(row)) == shape][: shape.rows]
-        self._room(group, max(int(slots.length[row.slot]) for row in rows) + 1)
+        # No longer than these tokens need: attention covers the whole length, and most of a prompt is fed early.
+        self._room(group, max(int(slots.fed[row.slot]) + min(shape.width, slots.left(row)) for row in rows))
         ids = np.zeros((shape.rows, shape.width), np.int32)
         starts, counts = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
         at = np.full(shape.rows, slots.size, np.int32)

@@ -103,7 +103,7 @@ class Programs:
         self.prefill = jax.jit(self._prefill_chunk, static_argnames=("heads",), donate_argnums=(1,))
         self.copy_within = jax.jit(_copy_within, donate_argnums=(0,))
         self.copy_across = jax.jit(_copy_across, donate_argnums=(0,))
-        self.grow = jax.jit(KVCache.grow, static_argnums=(1,), donate_argnums=(0,))
+        self.grow = jax.jit(KVCache.grow, static_argnums=(1,))
 
     @property
     def compiled(self) -> int:
