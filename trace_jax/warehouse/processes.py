@@ -57,7 +57,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ},
+                env=_environment(),
                 start_new_session=True,
             )
         self._pipe = Connection(ours.detach())
@@ -101,6 +101,12 @@ class Worker:
         self._pipe.close()
         self._process.kill()
         self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    # Arrow's own allocators reserve a gigabyte at once, which would count as memory of the worker.
+    return {**kept, "ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2"}
 
 
 class Workers:
