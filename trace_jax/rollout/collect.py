@@ -79,7 +79,7 @@ def collect(
     start = time.perf_counter()
     stats = stats if stats is not None else CollectStats()
     rows = planned(chat, environment, tasks, group=group, context=config.context, seed=seed, step=step)
-    sampling = sampling or Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
+    sampling = sampling or Sampling.of(config)
     pool = WorkerPool({"tool": workers or config.tool_workers, "open": 1, "grade": 1})
     result = _Collection(generator, chat, environment, config, sampling, pool, stats, rows).run(progress)
     stats.close(time.perf_counter() - start)
