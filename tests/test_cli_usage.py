@@ -28,6 +28,7 @@ def test_unknown_command_and_option(capsys):
     assert "nonsense" in bad(capsys, "train", "nonsense")
     assert "--split" in bad(capsys, "eval", "--split", "holdout")
     assert "--index" in bad(capsys, "inspect", "--index", "first")
+    assert "did you mean play?" in bad(capsys, "pley")
 
 
 def test_bad_config(capsys, tmp_path):
@@ -118,7 +119,8 @@ def test_output_that_cannot_be_written(tmp_path):
 
 def test_no_command_prints_help(capsys):
     assert cli.main([]) == 2
-    assert "simulate" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert all(f"    {name} " in shown for name in ("simulate", "inspect", "play", "train", "bench"))
 
 
 def test_importing_loads_no_extra_and_help_no_jax():

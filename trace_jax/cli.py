@@ -35,7 +35,7 @@ _MEMORY = (
     "out of memory: lower rollout.slots, sft.microbatch.rows, grpo.microbatch.rows, simulator.batch, the sizes of the "
     "policy or those of the data"
 )
-_STOPPABLE = (*_TRAINING, "eval", "export", "simulate", "inspect", "certify")
+_STOPPABLE = (*_TRAINING, "eval", "export", "simulate", "inspect", "play", "certify")
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _FIXED = ("export", "report")  # show a run as it was: no configuration of their own
 
@@ -73,6 +73,12 @@ def _inspect(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
         out=args.out,
         tables=args.tables,
     )
+
+
+def _play(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax.recipes import play
+
+    return play.play(config, args.split, args.index, seed=args.seed, out=args.out, run_dir=args.run_dir)
 
 
 def _train(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
@@ -121,6 +127,7 @@ SPLITS = ("train", "validation", "test")
 COMMANDS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
     "simulate": ("make verified episodes: Parquet data sets and a manifest", _simulate),
     "inspect": ("show one episode or proposal: curves, the hidden cause, the oracle's margins", _inspect),
+    "play": ("investigate an episode yourself, with the agent's tool, and be graded", _play),
     "certify": ("measure what labels are worth: acceptance, likelihood ceiling, difficulty; write a note", _certify),
     "train": ("the whole recipe: tokenizer, teacher, SFT, GRPO, held-out evaluation, export, report", _train),
     "sft": ("the recipe up to the end of supervised fine-tuning", _train),
@@ -183,6 +190,13 @@ def _parser() -> argparse.ArgumentParser:
             p.add_argument("--proposal", type=int, metavar="I", help="number of the proposal, from 0 (default: 0)")
             p.add_argument("--out", type=Path, metavar="FILE", help="also write one self-contained HTML page")
             p.add_argument("--tables", action="store_true", help="also print the first rows of every table")
+        if name == "play":
+            p.add_argument("--split", default="test", choices=SPLITS)
+            p.add_argument("--index", type=int, metavar="I", help="position in the split, from 0 (default: drawn)")
+            p.add_argument("--seed", type=int, metavar="S", help="draws the episode (default: another one every time)")
+            p.add_argument("--style", dest="environment_prompt", choices=("full", "compact"), help="default: full")
+            p.add_argument("--out", type=Path, metavar="FILE", help="also keep the transcript, as JSON")
+            p.add_argument("--run-dir", type=Path, metavar="DIR", help="a run whose policy's answers are shown, too")
         if name == "eval":
             p.add_argument("--split", default="test", choices=SPLITS)
             p.add_argument("--agent", default="latest", choices=("latest", "grpo", "sft", "untrained", "analyst"))
@@ -269,9 +283,10 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _short(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The fields that `simulate` has short flags for. ConfigError if the field itself is given another value."""
+    """The fields that commands have short flags for. ConfigError if the field itself is given another value."""
     found = []
-    for flag, field in (("seed", "data.seed"), ("difficulty", "simulator.difficulty")):
+    fields = {"seed": "data.seed", "difficulty": "simulator.difficulty", "style": "environment.prompt"}
+    for flag, field in fields.items():
         value = getattr(args, field.replace(".", "_"), None)
         if value is None:
             continue
@@ -279,6 +294,8 @@ def _short(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> li
         if other != value:
             raise ConfigError(f"--{flag} {value} and --{field} {other} are the same setting: leave one out")
         found.append((field, value))
+    if args.command == "play" and "environment.prompt" not in dict([*overrides, *found]):
+        found.append(("environment.prompt", "full"))  # people read the full wording, whatever the policy reads
     return found
 
 
@@ -295,6 +312,8 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     """The run whose configuration a command starts from, None for commands that begin with none."""
     if args.command in ("simulate", "inspect", "certify", "bench"):
         return None
+    if args.command == "play":
+        return args.run_dir
     init = getattr(args, "init", None)
     continues = args.command in ("grpo", "eval", "export", "report") or args.resume
     run = init or (args.run_dir if continues else None)
