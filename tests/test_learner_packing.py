@@ -1,5 +1,7 @@
 """Packing, and the policy's results on packed rows."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from trace_jax.config import ConfigError, MeshConfig, OptimizerConfig, PolicyConfig
 from trace_jax.learner import sharding
 from trace_jax.learner.objectives import sft_objective
-from trace_jax.learner.packing import Sequence, layout, pack, unpack
+from trace_jax.learner.packing import Sequence, empty_batch, layout, pack, unpack
 from trace_jax.learner.step import Learner, transformer_logprobs
 from trace_jax.policy.transformer import Transformer, logical_axes
 
@@ -44,6 +46,39 @@ def test_little_padding_and_determinism():
     assert rows <= 1.03 * sum(lengths) / 512 + 1
 
 
+def test_kept_ids_land_with_their_tokens():
+    """Sequences of another width, or without kept ids, are filled up with -1; so is padding."""
+    rng = np.random.default_rng(0)
+    lengths, widths = [5, 9, 3, 7, 4], [3, 1, 2, 0, 3]
+    sequences = []
+    for n, k in zip(lengths, widths, strict=True):
+        ids = rng.integers(0, 50, n)
+        kept = np.concatenate([ids[:, None], rng.integers(0, 50, (n, max(k, 1) - 1))], axis=1)
+        sequences.append(Sequence(ids, np.arange(n) > 0, kept=kept if k else None))
+    batches = pack(sequences, 12, 2, top_k=3)
+    assert all(b.kept.shape == (2, 12, 3) and b.kept.dtype == np.int32 for b in batches)
+    for s, got in zip(sequences, unpack([b.kept for b in batches], lengths, 12), strict=True):
+        expected = np.full((len(s), 3), -1)
+        if s.kept is not None:
+            expected[:, : s.kept.shape[1]] = s.kept
+        assert np.array_equal(got, expected)
+    assert all((b.kept[b.segments == 0] == -1).all() for b in batches)
+    assert all(b.kept is None for b in pack([sequences[3]], 12, 2))
+    assert empty_batch(12, 2, 3).kept.tolist() == [[[-1] * 3] * 12] * 2
+
+
+def test_bad_kept_ids_are_refused():
+    ids, mask = np.array([4, 5, 6]), np.array([False, True, False])
+    pack([Sequence(ids, mask, kept=np.array([[-1, -1], [7, 5], [-1, 0]]))], 8, 2, top_k=2)
+    for kept, top_k, match in [
+        ([[-1, -1], [7, 8], [6, 0]], 2, "not among the ids kept"),
+        ([[4, -1], [5, 7]], 2, "kept has 2 entries"),
+        ([[-1, -1], [7, 5], [-1, 0]], 0, "top_k is 0"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            pack([Sequence(ids, mask, kept=np.array(kept))], 8, 2, top_k)
+
+
 def test_bad_sequences_are_refused():
     with pytest.raises(ConfigError, match="row_length"):
         pack([Sequence(np.arange(9), np.arange(9) > 0)], 8, 2)
@@ -70,6 +105,28 @@ def learner_and_params():
 def sequence(seed, prompt, response):
     ids = np.random.default_rng(seed).integers(0, 64, prompt + response)
     return Sequence(ids, np.arange(len(ids)) >= prompt)
+
+
+def test_replay_does_not_depend_on_packing(learner_and_params):
+    """Case 3 of trainer with kept ids: alone, and in one row with a sequence that has none and one that has others."""
+    learner, params, _ = learner_and_params
+    rng = np.random.default_rng(9)
+
+    def kept(s):
+        return replace(s, kept=np.concatenate([s.ids[:, None], rng.integers(0, 64, (len(s), 4))], axis=1))
+
+    s, whole, t = kept(sequence(1, 7, 9)), sequence(2, 5, 8), kept(sequence(3, 3, 6))
+
+    def score(sequences):
+        return unpack(learner.logprobs(params, pack(sequences, 40, 1, 5)), [len(x) for x in sequences], 40)
+
+    packed = score([s, whole, t])
+    for got, one in zip(packed, (s, whole, t), strict=True):
+        np.testing.assert_allclose(got, score([one])[0], atol=1e-5)
+    np.testing.assert_allclose(
+        packed[1], unpack(learner.logprobs(params, pack([whole], 40, 1)), [13], 40)[0], atol=1e-5
+    )
+    assert np.all(packed[0][1:] > score([replace(s, kept=None)])[0][1:])
 
 
 def test_logprobs_do_not_depend_on_packing(learner_and_params):
