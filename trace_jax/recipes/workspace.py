@@ -156,5 +156,12 @@ class Workspace:
 
     @cached_property
     def engine(self) -> Engine:
-        """The sampling engine; give it parameters with `set_params`."""
-        return Engine(self.model, self.config.rollout, self.chat.stop_id)
+        """The sampling engine on the mesh; give it parameters with `set_params`."""
+        axes = logical_axes(self.model)
+        return Engine(
+            self.model,
+            self.config.rollout,
+            self.chat.stop_id,
+            mesh=self.mesh,
+            specs=lambda mesh: sharding.shardings(self.initial_params, axes, mesh),
+        )

@@ -20,14 +20,15 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from trace_jax.config import ConfigError, RolloutConfig
 from trace_jax.policy.transformer import Transformer
 from trace_jax.rollout.generator import Deliver
-from trace_jax.rollout.lane import Lane, LaneStats, Place
-from trace_jax.rollout.programs import Programs, chunks, head_sharding, length_buckets
+from trace_jax.rollout.lane import Lane, LaneStats
+from trace_jax.rollout.placement import Place, Weights, lane_places
+from trace_jax.rollout.programs import Programs, chunks, length_buckets
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.slots import Slots
 
@@ -74,7 +75,7 @@ class Engine:
             and 1 elsewhere.
           mesh: `data x fsdp x tensor x expert`; its devices in this process are divided into lanes of
             `tensor x expert` devices. None: the default device.
-          specs: sharding of every parameter on the mesh of one lane. Needed when a lane has several devices.
+          specs: sharding of every parameter on a mesh, as the learner has it; needed when a lane has several devices.
           reuse: keep the cache across turns and share prefixes; without it every turn is fed from its first token.
 
         Raises:
@@ -87,7 +88,9 @@ class Engine:
             )
         structure, params = nnx.split(model)
         shapes = chunks()
-        places = [Place(jax.devices()[0], None)] if mesh is None else _places(mesh, specs, model.cfg.kv_heads)
+        layout = None if mesh is None or specs is None else specs(mesh)
+        places = [Place(jax.local_devices()[0])] if mesh is None else lane_places(mesh, layout, model.cfg.kv_heads)
+        self._weights = Weights(mesh, layout)
         if len(places) == 1 and places[0].heads is None:
             places *= max(1, min(_default_lanes() if lanes is None else lanes, config.slots))
         shares = [len(part) for part in np.array_split(np.arange(config.slots), min(len(places), config.slots))]
@@ -129,14 +132,9 @@ class Engine:
         """
         self.version = version
         self._swaps += 1
-        placed: dict[int, nnx.State] = {}
-        for lane in self._lanes:
-            where = lane.place.params if lane.place.params is not None else lane.place.device
-            if id(where) not in placed:
-                mine = params if _lies_on(params, lane.place.device) and lane.place.params is None else None
-                mine = jax.device_put(params, where) if mine is None else mine
-                placed[id(where)] = jax.tree.map(lambda x: x.copy(), mine) if copy else mine
-            lane.weights = (placed[id(where)], version)
+        places = [lane.place for lane in self._lanes]
+        for lane, mine in zip(self._lanes, self._weights.place(params, places, copy), strict=True):
+            lane.weights = (mine, version)
 
     @property
     def slots(self) -> int:
@@ -218,36 +216,3 @@ class Engine:
 
 def _default_lanes() -> int:
     return min(4, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-
-
-def _lies_on(params: Any, device: jax.Device) -> bool:
-    return all(leaf.sharding.device_set == {device} for leaf in jax.tree.leaves(params))
-
-
-def _places(mesh: Mesh, specs: Callable[[Mesh], Any] | None, kv_heads: int) -> list[Place]:
-    """One place for each group of `tensor x expert` devices of the mesh that this process owns."""
-    tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
-    mine = jax.process_index()
-    places = []
-    for devices in mesh.devices.reshape(-1, tensor, expert):
-        owners = {device.process_index for device in devices.flat}
-        if mine not in owners:
-            continue
-        if len(owners) > 1:
-            raise ConfigError(
-                f"mesh.tensor x mesh.expert = {tensor} x {expert} devices of a sampling lane lie in several processes: "
-                "use at most the devices of one process"
-            )
-        if devices.size == 1:
-            places.append(Place(devices.flat[0], None))
-            continue
-        if kv_heads % tensor:
-            raise ConfigError(
-                f"policy.kv_heads {kv_heads} does not split over mesh.tensor {tensor}: change one of them"
-            )
-        lane = Mesh(devices.reshape(1, 1, tensor, expert), mesh.axis_names, axis_types=mesh.axis_types)
-        replicated = NamedSharding(lane, PartitionSpec())
-        places.append(Place(devices.flat[0], specs(lane) if specs else replicated, head_sharding(lane, "tensor")))
-    if not places:
-        raise ConfigError("no device of the mesh belongs to this process: give every process a part of the mesh")
-    return places

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from trace_jax.config import PolicyConfig, RolloutConfig
 from trace_jax.rollout.generator import Deliver, SampledTurn
+from trace_jax.rollout.placement import Place
 from trace_jax.rollout.programs import Chunk, Programs, State, fit, length_buckets, new_cache, next_chunk
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.slots import DECODING, FEEDING, IDLE, Group, Row, Slots
@@ -51,21 +51,6 @@ class LaneStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     stale_turns: int = 0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a lane's arrays lie.
-
-    Attributes:
-      device: of a lane with one device.
-      params: sharding of every parameter, or one for all.
-      heads: sharding of a cache's heads over several devices; None on one device.
-    """
-
-    device: jax.Device
-    params: object
-    heads: NamedSharding | None = None
 
 
 class Lane:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, UInt32
 
 from trace_jax.policy import cache as kv_cache
@@ -195,11 +195,6 @@ def new_cache(policy, batch: int, length: int, dtype: str, heads: NamedSharding 
     """An empty cache on a device, or with its heads split over the devices of a mesh."""
     cache = kv_cache.new(policy, batch, length, dtype)
     return jax.device_put(cache, device if heads is None else heads)
-
-
-def head_sharding(mesh: jax.sharding.Mesh, axis: str) -> NamedSharding:
-    """Keys and values with their heads (axis 1 of both) split over a mesh axis."""
-    return NamedSharding(mesh, PartitionSpec(None, axis))
 
 
 def _constrained(cache: KVCache, heads: NamedSharding | None) -> KVCache:

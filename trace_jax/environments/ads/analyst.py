@@ -80,7 +80,8 @@ def _number(text: str) -> float:
 
 
 def _slices(text: str) -> list[Slice]:
-    rows = [line.split() for line in text.splitlines() if line and not line.startswith(("error", "...", "k ctr"))]
+    rows = [line.split() for line in text.splitlines() if line and not line.startswith(("error", "..."))]
+    rows = [row for row in rows if row[:2] != ["k", "ctr"]]  # the header that the full style puts on a table
     return [Slice(tuple(r[:-4]), *map(_number, r[-4:])) for r in rows if len(r) >= 5]
 
 

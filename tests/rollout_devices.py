@@ -1,0 +1,85 @@
+"""Runs on 8 virtual CPU devices, started by test_rollout_devices.py; prints one JSON object.
+
+With arguments (process id, address): one of two processes with four devices each, which share a mesh of eight.
+"""
+
+import json
+import sys
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+if len(sys.argv) > 1:
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=int(sys.argv[1]))
+else:
+    jax.config.update("jax_num_cpu_devices", 8)
+
+import dataclasses  # noqa: E402
+
+import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
+from helpers_rollout import CONFIG, POLICY, STOP, VOCABULARY, live, prompts_of  # noqa: E402
+
+from trace_jax.config import ConfigError, MeshConfig  # noqa: E402
+from trace_jax.learner import sharding  # noqa: E402
+from trace_jax.policy.transformer import Transformer, logical_axes  # noqa: E402
+from trace_jax.rollout.engine import Engine  # noqa: E402
+
+MESHES = {
+    "data8": MeshConfig(),
+    "fsdp2 tensor2": MeshConfig(fsdp=2, tensor=2),
+}
+ROWS = 24
+CONFIG = dataclasses.replace(CONFIG, slots=16)
+
+
+def engine_on(model, mesh_config, params):
+    """An engine on a mesh that was given its parameters by a learner on that mesh."""
+    axes = logical_axes(model)
+    mesh = sharding.make_mesh(mesh_config)
+    engine = Engine(
+        model, CONFIG, STOP, mesh=mesh, specs=lambda m: sharding.shardings(nnx.state(model, nnx.Param), axes, m)
+    )
+    placed = sharding.place(params, sharding.shardings(params, axes, mesh))
+    engine.set_params(placed, 3)
+    return engine
+
+
+def summary(lives):
+    return [[life.ids, [x for _, x in life.sampled]] for life in lives]
+
+
+def main():
+    model = Transformer(POLICY, VOCABULARY, rngs=nnx.Rngs(0))
+    other = nnx.state(Transformer(POLICY, VOCABULARY, rngs=nnx.Rngs(7)), nnx.Param)
+    prompts, out = prompts_of(ROWS), {}
+    if len(sys.argv) > 1:
+        rows = range(int(sys.argv[1]), ROWS, 2)  # each process samples its share
+        name = "fsdp2 tensor2"
+        engine = engine_on(model, MESHES[name], other)
+        out[name] = summary(live(engine, [prompts[r] for r in rows], list(rows), turns=2))
+        try:
+            engine_on(model, MeshConfig(data=1, tensor=8), other)
+        except ConfigError as error:
+            out["across"] = str(error)
+    else:
+        alone = Engine(model, CONFIG, STOP, lanes=1)
+        alone.set_params(other, 3)
+        out["one"] = summary(live(alone, prompts, range(ROWS), turns=2))
+        for name, mesh in MESHES.items():
+            engine = engine_on(model, mesh, other)
+            lives = live(engine, prompts, range(ROWS), turns=2, disorder=1)
+            out[name] = summary(lives)
+            cache = [g.cache for lane in engine._lanes for g in lane._slots.groups if g.cache is not None]
+            out[f"{name}/heads"] = sorted({tuple(x.addressable_shards[0].data.shape)[1] for c in cache for x in c.k})
+            out[f"{name}/devices"] = len({d for c in cache for x in c.k for d in x.sharding.device_set})
+            assert {turn.version for life in lives for turn in life.turns} == {3}
+    if len(sys.argv) > 1:
+        jax.distributed.shutdown()
+    print(json.dumps(out, default=np.ndarray.tolist))
+
+
+if __name__ == "__main__":
+    main()

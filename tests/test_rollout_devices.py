@@ -1,0 +1,56 @@
+"""The engine over a mesh of eight virtual devices, in one process and in two, against one device."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).parent / "rollout_devices.py"
+
+
+def started(*args):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def result(process):
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def single_process():
+    return result(started())
+
+
+def assert_same(got, want):
+    assert [ids for ids, _ in got] == [ids for ids, _ in want]
+    for (_, logprobs), (_, expected) in zip(got, want, strict=True):
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+def test_sharded_equals_single(single_process):
+    """Slots over data and fsdp, heads over tensor: the same tokens for the same seeds; log-probabilities to 1e-5."""
+    for name in ("data8", "fsdp2 tensor2"):
+        assert_same(single_process[name], single_process["one"])
+        assert single_process[f"{name}/devices"] == 8
+        assert single_process[f"{name}/heads"] == ([1] if "tensor2" in name else [2])
+
+
+def test_two_processes_sample_their_shares(single_process):
+    """Two processes with four devices each on one mesh: each samples with its own devices; together as one device."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    parts = [result(process) for process in [started(str(i), address) for i in range(2)]]
+    for i, part in enumerate(parts):
+        assert_same(part["fsdp2 tensor2"], single_process["one"][i::2])
+    assert all("several processes" in part["across"] for part in parts)

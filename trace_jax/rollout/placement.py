@@ -1,0 +1,123 @@
+"""Which devices a sampling lane has, and how the learner's parameters get there.
+
+A lane is one `tensor x expert` block of the mesh: its devices split the heads of every row, the lanes split the rows
+(axes `data` and `fsdp`). Lanes share nothing, so they may run different numbers of steps, and a process samples with
+its own devices alone, whatever the others do. Only new parameters need all processes: what the learner shards over
+`fsdp` is gathered by one program on the whole mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trace_jax.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a lane's arrays lie.
+
+    Attributes:
+      device: the device of a lane that has one, else its first.
+      params: sharding of every parameter over the lane's devices; None on one device.
+      heads: sharding of a cache's heads (axis 1 of keys and values) over them; None on one device.
+    """
+
+    device: jax.Device
+    params: Any = None
+    heads: NamedSharding | None = None
+
+
+def lane_places(mesh: Mesh, layout: Any, kv_heads: int) -> list[Place]:
+    """One place for each block of `tensor x expert` devices of the mesh that this process owns.
+
+    Args:
+      layout: sharding of every parameter on the mesh; needed when a lane has several devices.
+
+    Raises:
+      ConfigError: a lane's devices lie in several processes, the heads do not split, or no lane is in this process.
+    """
+    tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
+    mine = jax.process_index()
+    places = []
+    for devices in mesh.devices.reshape(-1, tensor, expert):
+        owners = {device.process_index for device in devices.flat}
+        if mine not in owners:
+            continue
+        if len(owners) > 1:
+            raise ConfigError(
+                f"mesh.tensor x mesh.expert = {tensor} x {expert} devices of one sampling lane lie in several "
+                "processes: lower them to what the devices of one process hold"
+            )
+        if devices.size == 1:
+            places.append(Place(devices.flat[0]))
+            continue
+        if kv_heads % tensor:
+            raise ConfigError(f"policy.kv_heads {kv_heads} does not split over mesh.tensor {tensor}: change one")
+        lane = Mesh(devices.reshape(1, 1, tensor, expert), mesh.axis_names, axis_types=mesh.axis_types)
+        params = jax.tree.map(lambda s, lane=lane: NamedSharding(lane, _without_rows(s.spec)), layout)
+        places.append(Place(devices.flat[0], params, NamedSharding(lane, PartitionSpec(None, "tensor"))))
+    if not places:
+        raise ConfigError("no device of the mesh belongs to this process: give every process a part of the mesh")
+    return places
+
+
+class Weights:
+    """Brings parameters onto the devices of lanes."""
+
+    def __init__(self, mesh: Mesh | None, layout: Any):
+        self._mesh = mesh
+        gathered = jax.tree.map(lambda s: NamedSharding(mesh, _without_rows(s.spec)), layout)
+        self._gather = None if layout is None else jax.jit(lambda params: params, out_shardings=gathered)
+
+    def place(self, params: Any, places: Sequence[Place], copy: bool) -> list[Any]:
+        """The parameters on the devices of each place.
+
+        Args:
+          params: on the mesh, or anywhere on the devices of this process.
+          copy: make sure that no memory is shared with `params`.
+        """
+        on_mesh = all(getattr(x.sharding, "mesh", None) == self._mesh for x in jax.tree.leaves(params))
+        if self._gather is not None and on_mesh and self._mesh.size > 1:
+            params = self._gather(params)
+        else:
+            on_mesh = False
+        done: dict[int, Any] = {}
+        for place in places:
+            if id(place) in done:
+                continue
+            if on_mesh:
+                mine = _pieces(params, place)
+            elif place.params is None and all(x.sharding.device_set == {place.device} for x in jax.tree.leaves(params)):
+                mine = params
+            else:
+                mine = jax.device_put(params, place.device if place.params is None else place.params)
+            done[id(place)] = jax.tree.map(lambda x: x.copy(), mine) if copy else mine
+        return [done[id(place)] for place in places]
+
+
+def _pieces(params: Any, place: Place) -> Any:
+    """What a place's devices hold of parameters that are whole on every block of the mesh: nothing moves."""
+
+    def on_device(x: jax.Array, device: jax.Device) -> jax.Array:
+        return next(shard.data for shard in x.addressable_shards if shard.device == device)
+
+    if place.params is None:
+        return jax.tree.map(lambda x: on_device(x, place.device), params)
+    return jax.tree.map(
+        lambda x, where: jax.make_array_from_single_device_arrays(
+            x.shape, where, [on_device(x, device) for device in where.mesh.devices.flat]
+        ),
+        params,
+        place.params,
+    )
+
+
+def _without_rows(spec: PartitionSpec) -> PartitionSpec:
+    """A parameter's partition without the axes that a sampling lane does not have."""
+    return PartitionSpec(*(None if axis in ("data", "fsdp") else axis for axis in spec))
