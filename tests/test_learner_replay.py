@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import helpers_rollout
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +15,10 @@ from trace_jax.config import ConfigError, GRPOConfig, MeshConfig, OptimizerConfi
 from trace_jax.learner import sharding
 from trace_jax.learner.credit import grpo_sequences
 from trace_jax.learner.objectives import grpo_objective
-from trace_jax.learner.packing import pack, unpack
+from trace_jax.learner.packing import Sequence, pack, unpack
 from trace_jax.learner.step import Learner, transformer_logprobs
 from trace_jax.policy.transformer import Transformer, logical_axes, token_logprobs
+from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.sampling import Sampling, draw, token_keys
 from trace_jax.rollout.trajectory import Trajectory
 
@@ -150,6 +152,31 @@ def test_replay_of_the_fixed_distribution():
                 # what the replay says of tokens that were not sampled is the whole vocabulary's
                 np.testing.assert_allclose(score[~t.loss_mask][1:], whole[~t.loss_mask][1:], atol=1e-5)
         assert zeros > 10
+
+
+def test_turns_of_the_engine_are_replayed():
+    """Case 4 through the engine: prefill, a cache kept over three turns, decoding in steps, kept sets with every turn;
+    the learner's whole forward pass over the same kept sets gives the same log-probabilities."""
+    model = Transformer(helpers_rollout.POLICY, helpers_rollout.VOCABULARY, rngs=nnx.Rngs(1))
+    model.embedding[...] = 3 * model.embedding[...]
+    sampling = Sampling(0.8, top_k=6, top_p=0.95, min_p=0.02)
+    engine = Engine(model, helpers_rollout.CONFIG, helpers_rollout.STOP)
+    prompts = helpers_rollout.prompts_of(12)
+    lives = helpers_rollout.live(engine, prompts, range(12), sampling=sampling)
+    sequences, stored = [], []
+    for life in lives:
+        positions, logprobs = map(np.asarray, zip(*life.sampled, strict=True))
+        kept = np.full((len(life.ids), 6), -1, np.int32)
+        kept[positions] = np.concatenate([turn.kept for turn in life.turns])
+        sequences.append(Sequence(np.array(life.ids), np.isin(np.arange(len(life.ids)), positions), kept=kept))
+        stored.append(logprobs)
+    learner, params, _ = learner_of(model, sampling)
+    lengths = [len(s) for s in sequences]
+    scores = unpack(learner.logprobs(params, pack(sequences, 256, 4, 6)), lengths, 256)
+    for s, score, logprobs in zip(sequences, scores, stored, strict=True):
+        np.testing.assert_allclose(np.exp(score[s.loss_mask] - logprobs), 1.0, atol=1e-5)
+    trained = np.concatenate([s.kept[s.loss_mask] for s in sequences])
+    assert len(trained) > 100 and (trained[:, 5] < 0).any() and (trained[:, 1] >= 0).any()
 
 
 def test_unrecorded_trajectories_do_not_reach_the_learner():
