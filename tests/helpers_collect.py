@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -156,6 +157,7 @@ class ToyEnvironment:
         self.step = step
         self.lock = threading.Lock()
         self.opened = self.closed = self.most_open = 0
+        self.misused = []
 
     def __len__(self):
         return 10_000
@@ -171,30 +173,36 @@ class ToyEnvironment:
 
 
 class ToyEpisode:
-    """An attempt that checks that nobody uses it after it was closed, or from two threads."""
+    """An attempt that notes when it is used after it was closed, or by two threads."""
 
     def __init__(self, environment, task):
         self.environment, self.task, self.closed = environment, task, False
         self.busy = threading.Lock()
 
     def step(self, action, *, final_turn=False):
-        assert not self.closed and self.busy.acquire(blocking=False), "used when closed, or by two threads"
-        try:
+        with self._alone("step"):
             return self.environment.step(action, self.task.index, final_turn)
+
+    @contextlib.contextmanager
+    def _alone(self, what):
+        alone = self.busy.acquire(blocking=False)
+        if not alone or (self.closed and what != "close"):
+            self.environment.misused.append(f"{what}, {'closed' if alone else 'in use'}")
+        try:
+            yield
         finally:
-            self.busy.release()
+            if alone:
+                self.busy.release()
 
     def grade(self, answer):
-        assert not self.closed
-        right = float(answer == self.task.gold_answer)
-        return Reward(right, {"attr": right}, {"parsed": bool(answer)})
+        with self._alone("grade"):
+            right = float(answer == self.task.gold_answer)
+            return Reward(right, {"attr": right}, {"parsed": bool(answer)})
 
     def close(self):
-        assert self.busy.acquire(blocking=False), "closed while a call runs"
-        with self.environment.lock:
+        with self._alone("close"), self.environment.lock:
             self.environment.closed += not self.closed
-        self.closed = True
-        self.busy.release()
+            self.closed = True
 
 
 def call_then_answer(row, turn):
@@ -207,7 +215,9 @@ def run(script, environment=None, tasks=(0,), group=1, config=CONFIG, **options)
     generator = script if isinstance(script, Script) else Script(script)
     options = {"seed": 1, "step": 0} | options
     environment = environment or ToyEnvironment()
-    return generator, collect(generator, ToyChat(), environment, list(tasks), group=group, config=config, **options)
+    result = collect(generator, ToyChat(), environment, list(tasks), group=group, config=config, **options)
+    assert environment.misused == []
+    return generator, result
 
 
 def rollout_threads():

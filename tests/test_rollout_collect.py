@@ -20,6 +20,7 @@ from helpers_collect import (
     ToyEnvironment,
     X,
     call_then_answer,
+    eventually,
     rollout_threads,
     run,
 )
@@ -93,12 +94,13 @@ def test_last_turn_is_announced_and_a_call_in_it_truncates():
     assert (t.status, t.tool_calls, len(t.versions)) == ("truncated", 3, 4)
 
 
-def test_context_limit_truncates_without_overrun():
-    config = dataclasses.replace(CONFIG, context=16)
+@pytest.mark.parametrize("context", [12, 16, 20])  # 12 and 20: an observation fills it to the last token
+def test_context_limit_truncates_without_overrun(context):
+    config = dataclasses.replace(CONFIG, context=context)
     environment = ToyEnvironment(lambda *_: Observation("xxxx"))
     generator, (t,) = run(lambda row, turn: [ASK, A, END], environment, config=config)
-    assert t.status == "truncated" and len(t) <= 16
-    assert all(len(generator.seen[row]) + generator.limits[row] <= 16 for row in generator.seen)
+    assert t.status == "truncated" and len(t) <= context
+    assert all(len(generator.seen[row]) + generator.limits[row] <= context for row in generator.seen)
     with pytest.raises(ConfigError, match="rollout.context"):
         run(call_then_answer, config=dataclasses.replace(CONFIG, context=4))
 
@@ -258,31 +260,32 @@ def test_tools_run_while_rows_are_sampled():
     assert 0 < stats.tools_alone < stats.tools and stats.sampling <= stats.total
 
 
-def test_a_group_shares_its_database_when_slots_are_few(monkeypatch):
-    """Episodes are opened a few rows ahead, so that a row's successor in the group keeps what they share."""
-    users, most, created = {}, {}, []
+def test_a_group_keeps_its_database_when_slots_are_few():
+    """With one slot, a row's successor is opened before the row ends, so that what a group shares is not lost."""
+    created, users = [], {4: 0, 5: 0}
 
     class Sharing(ToyEnvironment):
         def open(self, task):
             episode = super().open(task)
-            with self.lock:
-                if not users.get(task.index):
-                    created.append(task.index)
-                users[task.index] = users.get(task.index, 0) + 1
-                most[task.index] = max(most.get(task.index, 0), users[task.index])
+            if not users[task.index]:
+                created.append(task.index)
+            users[task.index] += 1
             close = episode.close
 
             def closing():
+                users[task.index] -= 1
                 close()
-                with self.lock:
-                    users[task.index] -= 1
 
             episode.close = closing
             return episode
 
-    environment = Sharing()
-    run(Shuffled(call_then_answer, 2, random.Random(0), delay=0.004), environment, tasks=[4, 5], group=8)
-    assert created == [4, 5] and environment.most_open <= 10
+    def step(code, index, final):
+        assert eventually(lambda: environment.opened > min(len(generator.started), 7), 2)
+        return Observation("x")
+
+    generator, environment = Script(call_then_answer, slots=1), Sharing(step)
+    _, result = run(generator, environment, tasks=[4, 5], group=4)
+    assert created == [4, 5] and {t.status for t in result} == {"finished"}
 
 
 def test_seeds_depend_on_run_step_task_and_sample_only():

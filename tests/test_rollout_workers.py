@@ -183,6 +183,16 @@ def test_closing_drops_what_waits_and_gives_up_what_runs(gate, make_pool):
     assert eventually(lambda: cleaned == [True]) and done.empty()
 
 
+def test_closing_runs_nothing_new(make_pool):
+    """What runs may end, what waits is not begun any more."""
+    pool, ran, begun = make_pool({"tool": 1}), [], threading.Event()
+    (busy,), _ = _submit(pool, lambda: (begun.set(), time.sleep(0.2)))
+    (waiting,), _ = _submit(pool, lambda: ran.append(1))
+    assert begun.wait(WAIT)
+    pool.close(grace=WAIT)
+    assert (busy.state, waiting.state, ran, rollout_threads()) == ("done", "dropped", [], [])
+
+
 @pytest.mark.parametrize("kind", ["raises", "panics", "reports", "no observation", "hangs", "open", "open hangs"])
 def test_a_broken_tool_ends_only_its_own_trajectory(kind, gate):
     def step(code, index, final):
@@ -223,7 +233,7 @@ def test_a_broken_tool_ends_only_its_own_trajectory(kind, gate):
     assert shares["status/finished"] == pytest.approx(2 / 3) and shares[f"status/{expected}"] == pytest.approx(1 / 3)
     assert sorted(generator.released) == list(range(6))
     gate.set()  # hung episodes are closed when their call returns
-    assert eventually(lambda: environment.closed == environment.opened)
+    assert eventually(lambda: environment.closed == environment.opened) and environment.misused == []
     assert environment.opened >= (4 if "open" in kind else 6)
 
 
