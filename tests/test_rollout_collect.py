@@ -34,8 +34,6 @@ from trace_jax.rollout.generator import SampledTurn
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.trajectory import read_parquet, to_table, write_parquet
 
-STREAMS = ("ids", "loss_mask", "logprobs", "turn_index")
-
 
 @pytest.mark.parametrize("output", ["x", "<|im_end|>", "", "größer 三 \U0001f600"])
 def test_ids_pass_through_untouched(output):
