@@ -11,7 +11,7 @@ from helpers_episodes import fake_batch, fake_set
 
 from trace_jax.environments.ads import queries
 from trace_jax.simulator.vocabulary import ATTRIBUTE_NAMES, ATTRIBUTES
-from trace_jax.warehouse import database, instance, processes
+from trace_jax.warehouse import database, instance
 from trace_jax.warehouse.database import EpisodeDatabase, QueryError, QueryTimeout
 from trace_jax.warehouse.instance import Instance
 from trace_jax.warehouse.schema import COLUMNS, GRAIN, VISIBLE_TABLES
@@ -299,8 +299,7 @@ def test_handles_in_threads_get_the_same_answers(db, episodes):
 
 
 def test_instances_are_fenced_in(db):
-    with processes.workers().lend(db._shared._key) as worker:
-        db._shared._load(worker)
+    with db._shared._loaded_worker() as worker:
         settings = worker.ask("settings", db._shared._key)[1]
     assert settings["enable_external_access"] == "false"
     assert settings["lock_configuration"] == "true"

@@ -128,7 +128,8 @@ class PythonTool:
             return self._python_error(problem, sql, printed)
         seen = self._describe(value, printed.lines(), printed.missing, sql.note)
         if dropped:
-            return _error(f"variables of this call take more than {STATE_LIMIT >> 20} MB and were dropped\n{seen.text}")
+            problem = _error(f"variables of this call take more than {STATE_LIMIT >> 20} MB and were dropped")
+            return Observation(f"{problem.text}\n{seen.text}", True, "error")
         return seen
 
     def _describe(self, value: Any, printed: Sequence[str], missing: int, note: str | None) -> Observation:
@@ -277,9 +278,9 @@ class _Printed:
 
 
 def _error(text: str, status: str = "error") -> Observation:
-    head, _, tail = text.partition("\n")
-    line = "error: " + " ".join(head[: 4 * MAX_ERROR_CHARACTERS].split())[:MAX_ERROR_CHARACTERS]
-    return Observation(f"{line}\n{tail}" if tail else line, True, status)
+    """An error in one line, whatever its message holds."""
+    line = " ".join(text[: 4 * MAX_ERROR_CHARACTERS].split())[:MAX_ERROR_CHARACTERS]
+    return Observation(f"error: {line}", True, status)
 
 
 _POOL_LOCK = threading.Lock()

@@ -8,10 +8,11 @@ there, the caller has an answer or an error within its time limit and a short gr
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from trace_jax.warehouse.sql_guard import MAX_SQL_CHARACTERS, refusal
 __all__ = ["MAX_ROWS", "MAX_SQL_CHARACTERS", "EpisodeDatabase", "QueryError", "QueryResult", "QueryTimeout"]
 
 MAX_CACHED_CELLS = 200_000  # of one episode's query cache
+LOAD_ATTEMPTS = 3
 DEFAULT_SECONDS = 60.0  # limit of a query that is given none
 
 
@@ -148,8 +150,8 @@ class _Shared:
         self._cache: dict[str, QueryResult | QueryError] = {}
         self._flights: dict[str, _Flight] = {}
         self._cells = 0
-        with processes.workers().lend(self._key) as worker:  # so that opening an episode pays for loading it
-            self._load(worker)
+        with self._loaded_worker():  # so that opening an episode pays for loading it
+            pass
 
     def answer(self, sql: str, seconds: float) -> tuple[QueryResult | QueryError, float]:
         """The result of a query, an error that would come again, or a QueryTimeout; and seconds waited for a worker."""
@@ -187,8 +189,7 @@ class _Shared:
         start = asked = time.monotonic()
         lasting = False
         try:
-            with processes.workers().lend(self._key) as worker:
-                self._load(worker)
+            with self._loaded_worker() as worker:
                 asked = time.monotonic()
                 outcome = worker.ask("query", self._key, sql, left, seconds=left + grace(seconds))
             result, lasting = self._outcome(sql, seconds, outcome)
@@ -210,8 +211,21 @@ class _Shared:
             return QueryError(explain(value, sql, self.columns)), True
         return QueryError(f"the database worker failed: {value}"), False
 
-    def _load(self, worker: processes.Worker) -> None:
-        processes.workers().load(worker, self._key, self._limit, self._tables)
+    @contextlib.contextmanager
+    def _loaded_worker(self) -> Iterator[processes.Worker]:
+        """A worker that holds the tables. RuntimeError if none can be had."""
+        for attempt in range(LOAD_ATTEMPTS):
+            with contextlib.ExitStack() as stack:
+                try:
+                    worker = stack.enter_context(processes.workers().lend(self._key))
+                    processes.workers().load(worker, self._key, self._limit, self._tables)
+                except (processes.WorkerLost, processes.WorkerStuck) as failure:  # it died before it was asked anything
+                    if attempt == LOAD_ATTEMPTS - 1:
+                        raise RuntimeError(f"cannot load an episode's tables: {failure}") from failure
+                    worker.end()
+                    continue
+                yield worker
+                return
 
     def _remember(self, sql: str, result: QueryResult | QueryError) -> None:
         count = 8 if isinstance(result, QueryError) else 8 + cells(result.rows)

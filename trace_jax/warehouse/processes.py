@@ -197,6 +197,9 @@ class Workers:
         start = time.monotonic()
         with self._free:
             while True:
+                for worker in [w for w in self._idle if not w.alive]:  # ended from outside, or for lack of memory
+                    self._idle.remove(worker)
+                    self._all.remove(worker)
                 for worker in reversed(self._idle):
                     if key in worker.loaded:
                         self._idle.remove(worker)

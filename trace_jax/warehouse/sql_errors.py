@@ -93,10 +93,8 @@ def compared_values(sql: str, tables: Mapping[str, Mapping[str, str]]) -> list[t
 
 
 def _table(found: re.Match, sql: str, tables: Mapping[str, Mapping[str, str]]) -> str:
-    name = found["name"]
-    return f"no table {name}" + known_names(
-        "tables" if not nearest(name, tables) else "also", tables, nearest(name, tables)
-    )
+    near = nearest(found["name"], tables)
+    return f"no table {found['name']}" + known_names("others" if near else "tables", tables, near)
 
 
 def _column(found: re.Match, sql: str, tables: Mapping[str, Mapping[str, str]]) -> str:

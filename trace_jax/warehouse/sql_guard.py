@@ -77,7 +77,7 @@ def refusal(sql: str, tables: Iterable[str] = ()) -> str | None:
     if "\0" in sql:  # DuckDB would stop reading here without a word
         return "the query holds a NUL character"
     found = _refused(words(sql), {name.lower() for name in tables})
-    return f"{found} is not allowed here" if found else None
+    return f"{' '.join(found.split())[:80]} is not allowed here" if found else None
 
 
 def words(sql: str) -> list[tuple[str, str]]:
