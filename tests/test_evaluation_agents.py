@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from helpers_collect import Script
 
 from trace_jax.config import ConfigError, EnvironmentConfig, EvaluationConfig, RolloutConfig, SimulatorConfig
 from trace_jax.environments.ads.answer import format_answer
@@ -13,7 +14,7 @@ from trace_jax.evaluation import metrics
 from trace_jax.evaluation.baselines import evaluate_analyst
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
 from trace_jax.policy.chat import Turn
-from trace_jax.rollout.lane import SampledTurn
+from trace_jax.rollout.sampling import Sampling
 from trace_jax.simulator.accepted import accepted_episodes
 from trace_jax.warehouse.splits import EpisodeSet
 
@@ -41,31 +42,14 @@ class TextChat:
         return Turn({"C": "call", "A": "answer"}.get(text[:1], "malformed"), text[1:])
 
 
-class Scripted:
+def scripted(answers, slots=64):
     """A generator that asks one query and then says what `answers` holds for the row."""
 
-    def __init__(self, answers):
-        self.answers, self.version, self.temperatures, self.prompts = answers, 0, [], 0
+    def turn(row, number):
+        text = answers[row] if number == 1 else 'Csql("SELECT count(*) FROM segment_daily")'
+        return [*(BASE + ord(c) for c in text), STOP]
 
-    def begin(self, prompts, seeds, sampling):
-        assert len(set(seeds.tolist())) == len(seeds)
-        self.turn = 0
-        self.temperatures.append(sampling.temperature)
-        self.first, self.prompts = self.prompts, self.prompts + len(prompts)
-
-    def sample_turn(self, rows, limits):
-        self.turn += 1
-        texts = ['Csql("SELECT count(*) FROM segment_daily")'] * len(rows)
-        if self.turn == 2:
-            texts = [self.answers[self.first + r] for r in rows]
-        ids = [np.array([*(BASE + ord(c) for c in text), STOP], np.int32) for text in texts]
-        return [SampledTurn(i, np.zeros(len(i), np.float32), True) for i in ids]
-
-    def extend(self, rows, ids):
-        assert all(len(x) for x in ids)
-
-    def finish(self, rows):
-        pass
+    return Script(turn, slots, STOP)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +65,9 @@ def test_policy_is_graded_sample_by_sample(environment):
     for i in range(len(environment)):
         task = environment.task(i)
         answers += ["A" + task.gold_answer, "A" + format_answer(task.labels["cause"], ()), "Adunno"]
-    generator = Scripted(answers)
-    rollout = RolloutConfig(context=8000, max_turn_tokens=1000, max_turns=4, slots=7, temperature=1.0)
-    config = EvaluationConfig(samples=3, temperature=0.5, bootstrap=50)
+    generator = scripted(answers, slots=7)
+    rollout = RolloutConfig(context=8000, max_turn_tokens=1000, max_turns=4, temperature=1.0)
+    config = EvaluationConfig(samples=3, temperature=0.5, top_p=0.9, bootstrap=50)
     seen = []
     trajectories = evaluate_policy(
         generator,
@@ -95,7 +79,8 @@ def test_policy_is_graded_sample_by_sample(environment):
         on_progress=lambda *x: seen.append(x),
     )
     records = records_of(trajectories)
-    assert generator.temperatures == [0.5] * 4 and seen[-1] == (8, 8)  # 24 trajectories in waves of 7
+    assert generator.begun == [Sampling(0.5, top_p=0.9)] and generator.most_held == 7 and seen[-1] == (8, 8)
+    assert len(set(generator.seeds.values())) == len(generator.released) == 24
     assert [(r.index, r.sample) for r in records] == [(i, s) for i in range(8) for s in range(3)]
     result = metrics.summarise(records, config)
     assert result["cause_at_1"]["value"] == pytest.approx(2 / 3)
@@ -111,13 +96,13 @@ def test_policy_is_graded_sample_by_sample(environment):
 
 def test_an_episode_named_twice_is_refused(environment):
     with pytest.raises(ConfigError, match="named twice"):
-        evaluate_policy(Scripted([]), TextChat(), environment, [0, 1, 0], EvaluationConfig(), RolloutConfig())
+        evaluate_policy(scripted([]), TextChat(), environment, [0, 1, 0], EvaluationConfig(), RolloutConfig())
 
 
 def test_unanswered_investigations_count_as_wrong(environment):
     """A policy that never answers runs into the turn limit: not parsed, nothing right, still in every denominator."""
-    generator = Scripted(['Csql("SELECT 1")'] * 8)
-    rollout = RolloutConfig(context=8000, max_turn_tokens=1000, max_turns=2, slots=64)
+    generator = scripted(['Csql("SELECT 1")'] * 8)
+    rollout = RolloutConfig(context=8000, max_turn_tokens=1000, max_turns=2)
     config = EvaluationConfig(samples=1, bootstrap=50)
     records = records_of(evaluate_policy(generator, TextChat(), environment, range(8), config, rollout))
     assert Counter(r.status for r in records) == {"truncated": 8}
