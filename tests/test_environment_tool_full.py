@@ -243,8 +243,13 @@ def test_variables_survive_calls_that_used_up_the_memory(database):
         assert tool.run("keep").text == "7", code
 
 
-def test_a_state_that_cannot_be_restored_is_told_and_the_episode_goes_on(tool):
-    tool.run("x = 1")
+def test_a_state_that_cannot_be_restored_goes_back_to_the_one_before(tool):
+    tool.run("x = mean([1, 1])")
+    tool.run("x = 2")
     tool._state = b"broken"
-    assert tool.run("x").status == "tool_failure"
+    seen = tool.run("x")
+    assert seen.status == "tool_failure" and "could not be restored" in seen.text
+    assert tool.run("x, mean([x, 3])").text == "(1, 2)"
+    tool._state = tool._older = b"broken"
+    assert [tool.run("x").status for _ in range(3)] == ["tool_failure", "tool_failure", "error"]
     assert tool.run("1 + 1").text == "2"

@@ -73,8 +73,8 @@ def read_call(text):
         assert query in text and len(query) < len(text)
         seen = PythonTool(Echo(), characters=200, header=True).run(text)  # without the interpreter
         assert len(seen.text) <= 420 and seen.status in ("ok", "error")
-    python_helpers.defined_names(text)
-    python_helpers.MENTIONED.search(text)
+    python_helpers.defined_names([text])
+    python_helpers.mentioned(text)
     assert len(tools._error(text).text) <= tools.MAX_ERROR_CHARACTERS + 7 and "\n" not in tools._error(text).text
 
 

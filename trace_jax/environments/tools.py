@@ -10,9 +10,12 @@ The same calls on the same episode give the same text: the sandbox's clock stand
 from __future__ import annotations
 
 import atexit
+import collections
 import datetime
+import importlib.util
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -27,7 +30,7 @@ from trace_jax.warehouse.database import QueryError, QueryResult, QueryTimeout
 
 WORKER_MEMORY = 64 * 2**20  # bytes that the variables of one call may take
 STATE_LIMIT = 4 * 2**20  # bytes of variables kept between calls
-PROVED_STATE = 64 * 2**10  # bytes from which a state is loaded once, on trial, before it is kept
+PROVED_GROWTH = 64 * 2**10  # bytes more than the last one from which a state is loaded on trial before it is kept
 MAX_QUERIES = 200  # host round trips of one call
 MAX_CODE_CHARACTERS = 100_000
 MAX_ERROR_CHARACTERS = 400
@@ -65,9 +68,10 @@ class PythonTool:
         self._database = database
         self._seconds, self._characters, self._header = seconds, characters, header
         self._state: bytes | None = None  # dump of the session, None before the interpreter was first needed
+        self._older: bytes | None = None  # the one before, should the last one not load
         self._sql_is_ours: bool | None = True  # None: not known, the last call may have bound the name `sql`
         self._has_helpers = False  # whether the state holds `python_helpers.SOURCE`
-        self._defined: list[str] = []  # names that calls have bound, for messages
+        self._calls: collections.deque[str] = collections.deque(maxlen=20)  # that ended well, for messages
 
     def run(self, code: str) -> Observation:
         """Run one call and describe its outcome."""
@@ -99,12 +103,12 @@ class PythonTool:
 
     def _run_python(self, code: str) -> Observation:
         printed = _Printed(self._characters)
-        helpers = not self._has_helpers and python_helpers.MENTIONED.search(code) is not None
+        helpers = not self._has_helpers and python_helpers.mentioned(code)
         problem: monty.MontyError | None = None
         value, state = None, None
         with self._session() as session:
             if self._state is not None and not self._restore(session):
-                return _error("the variables of earlier calls could not be restored and are gone", "tool_failure")
+                return _error("the variables of the last call could not be restored; try again", "tool_failure")
             sql = _SqlFunction(self._database, self._seconds, notes=self._header)
             lookup = {"sql": sql, "table": self._table}
             try:
@@ -121,9 +125,9 @@ class PythonTool:
             return self._timeout()
         dropped = state is not None and not self._loadable(state)
         if state is not None and not dropped:
-            self._state, self._sql_is_ours = state, None
+            self._older, self._state, self._sql_is_ours = self._state, state, None
             self._has_helpers = self._has_helpers or helpers
-            self._defined = [*self._defined, *python_helpers.defined_names(code)][-100:]
+            self._calls.append(code)
         if problem is not None:
             return self._python_error(problem, sql, printed)
         seen = self._describe(value, printed.lines(), printed.missing, sql.note)
@@ -158,7 +162,7 @@ class PythonTool:
         """The message of a Python error, with what exists instead of a missing name."""
         missing = re.match(r"NameError: name '(\w+)' is not defined\Z", text)
         if missing:
-            return text + python_helpers.unknown_name(missing[1], self._defined)
+            return text + python_helpers.unknown_name(missing[1], python_helpers.defined_names(self._calls))
         missing = re.match(r"(?:ModuleNotFoundError: No module named|ImportError: .*?) '([\w.]+)'", text)
         if missing:
             return text + python_helpers.unknown_module(missing[1])
@@ -185,7 +189,7 @@ class PythonTool:
         """
         if len(state) > STATE_LIMIT:
             return False
-        if len(state) < PROVED_STATE:
+        if len(state) < len(self._state or b"") + PROVED_GROWTH:
             return True
         try:
             with self._session() as session:
@@ -196,12 +200,13 @@ class PythonTool:
             return False
 
     def _restore(self, session: monty.MontySession) -> bool:
-        """Load the variables; where that fails, forget them, so that the episode goes on."""
+        """Load the variables; where that fails, go back to those of the call before, or none: the episode goes on."""
         try:
             session.load_session(self._state)
             return True
         except monty.MontyRuntimeError:
-            self._state, self._sql_is_ours, self._has_helpers, self._defined = None, True, False, []
+            self._state, self._older = self._older, None
+            self._sql_is_ours, self._has_helpers = None if self._state else True, False
             return False
 
     def _session(self) -> monty.MontySession:
@@ -300,6 +305,10 @@ def _workers() -> monty.Monty:
                 feed_duration_limit_grace=0.5,
             )
             pool.__enter__()
+            # The interpreter's binding imports this three times a call. Where it is not installed, each time is a search
+            # of the whole path, half of what a call costs; an entry of None says at once that there is none.
+            if importlib.util.find_spec("opentelemetry") is None:
+                sys.modules["opentelemetry"] = None
             atexit.register(pool.__exit__, None, None, None)
             _POOL = (os.getpid(), pool)
         return _POOL[1]
