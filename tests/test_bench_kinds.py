@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from trace_jax import bench
-from trace_jax.bench import learner, measure, sim, sim_programs
+from trace_jax.bench import learner, measure, rollout_compare, rollout_peer, rollout_tools, sim, sim_programs
+from trace_jax.bench.rollout_drive import Shape
 from trace_jax.config import (
     BatchConfig,
     ConfigError,
@@ -37,7 +38,11 @@ TINY = RunConfig(
 
 # What "sim" adds to the sections that every kind has.
 HEADLINE = ("raw_episodes_per_s", "verified_episodes_per_s", "floor_ratio", "numpy_speedup", "verified_share")
-OF_SIM = {*HEADLINE, "acceptance", "table", "weak_scaling"}
+ADDED = {
+    "sim": {*HEADLINE, "acceptance", "table", "weak_scaling"},
+    "rollout": {"vs_transformers", "vs_bare_loop", "reuse_speedup", "tool_overlap", "occupancy", "compiles"}
+    | {"details", "table", "note"},
+}
 
 
 @functools.cache
@@ -45,6 +50,17 @@ def tiny(kind):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("BATCHES", (64, 128)), ("STREAM", (1, 3)), ("NUMPY_EPISODES", 16)):
             patch.setattr(sim, name, value)
+        # The comparisons have shapes of their own; test_bench_rollout.py looks at them.
+        shape = Shape(prompt=12, turn=4, turns=2, observation=5)
+        for module, name, value in (
+            (rollout_compare, "SIZES", dict.fromkeys(("nano", "5m"), (TINY.policy, 50))),
+            (rollout_compare, "ROWS", 4),
+            (rollout_compare, "SHAPE", Shape(prompt=12, turn=6)),
+            (rollout_compare, "REUSE_SHAPE", shape),
+            (rollout_tools, "SHAPE", shape),
+            (rollout_peer, "PACKAGES", ("no_such_package",)),
+        ):
+            patch.setattr(module, name, value)
         return bench.run(kind, TINY, repeats=1)
 
 
@@ -53,13 +69,20 @@ def test_every_kind_reports_floor_measured_and_share(kind):
     result = tiny(kind)
     json.dumps(result, allow_nan=False)
     assert result["kind"] == kind and result["machine"]["versions"]["jax"]
-    added = OF_SIM if kind == "sim" else set()
-    assert set(result) == {"kind", "repeats", "machine", "sizes", "floor", "measured", "share"} | added
+    sections = {"kind", "repeats", "machine", "sizes", "floor", "measured", "share"}
+    assert set(result) == sections | ADDED.get(kind, set())
     shown = bench.text(result)
     assert kind in shown and " %" in shown and "seconds" in shown
     rates = [v for v in result["measured"].values() if isinstance(v, float)]
     assert rates and all(v > 0 for k, v in result["measured"].items() if k.endswith("per_second"))
     assert all(0 < v < 10 for v in result["share"].values()), result["share"]
+
+
+def test_rollout_without_a_peer_is_null_and_says_how_to_get_it():
+    result = tiny("rollout")
+    assert result["vs_transformers"] is None and result["vs_bare_loop"]["nano"] > 0
+    assert all(result["details"][name]["vs_transformers"] is None for name in ("nano", "5m"))
+    assert "--peers PYTHON" in result["note"] and "--peers PYTHON" in bench.text(result)
 
 
 def test_tools_state_loading_against_a_row_wise_insert():

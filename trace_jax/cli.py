@@ -108,7 +108,7 @@ def _certify(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax import bench
 
-    result = bench.run(args.kind, config, repeats=args.repeats)
+    result = bench.run(args.kind, config, repeats=args.repeats, peers=args.peers)
     print(bench.text(result))
     return result
 
@@ -204,6 +204,11 @@ def _parser() -> argparse.ArgumentParser:
             p.add_argument("kind", choices=("sim", "tools", "rollout", "learner"), metavar="KIND")
             p.add_argument(
                 "--repeats", type=int, default=5, help="timed repetitions; medians are reported (default: 5)"
+            )
+            p.add_argument(
+                "--peers",
+                metavar="PYTHON",
+                help="for rollout: an interpreter with torch and transformers to compare with (default: this one)",
             )
         if name == "report":
             p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run directory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError, RunConfig
@@ -10,29 +11,33 @@ from trace_jax.config import ConfigError, RunConfig
 KINDS = ("sim", "tools", "rollout", "learner")
 
 
-def run(kind: str, config: RunConfig, *, repeats: int = 5) -> dict[str, Any]:
+def run(kind: str, config: RunConfig, *, repeats: int = 5, peers: str | Path | None = None) -> dict[str, Any]:
     """Run one benchmark at the sizes of `config`.
 
     Args:
         kind: one of `KINDS`.
         repeats: timed repetitions; medians are reported.
+        peers: for "rollout", a Python with the packages it is compared to.
 
     Returns:
         JSON-able: `kind`, `repeats`, `machine`, `sizes` (what was run), `floor` (measured limits of the machine),
-        `measured` (rates), `share` (measured over floor, between 0 and about 1). "sim" adds its headline figures at the
-        top level and a `table` by batch.
+        `measured` (rates), `share` (measured over floor, between 0 and about 1). "sim" and "rollout"
+        add their headline figures at the top level and a `table`.
 
     Raises:
-        ConfigError: unknown kind or no repetition.
+        ConfigError: unknown kind, no repetition, or peers of a kind that has none.
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown benchmark {kind!r}: choose one of {', '.join(KINDS)}")
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats}: at least 1")
+    if peers is not None and kind != "rollout":
+        raise ConfigError(f"bench {kind} is compared to no other program: leave --peers out")
     from trace_jax.bench import measure
 
     # Each benchmark imports its own layer only when it is asked for.
-    result = importlib.import_module(f"trace_jax.bench.{kind}").run(config, repeats)
+    more = {"peers": peers} if kind == "rollout" else {}
+    result = importlib.import_module(f"trace_jax.bench.{kind}").run(config, repeats, **more)
     return {"kind": kind, "repeats": repeats, "machine": measure.machine(), **result}
 
 
@@ -54,6 +59,8 @@ def text(result: dict[str, Any]) -> str:
     ]
     for row in result.get("table", ()):
         lines.append("  " + ", ".join(f"{k} {_figure(v)}" for k, v in row.items() if not isinstance(v, dict)))
+    if "note" in result:
+        lines.append(f"  {result['note']}")
     return "\n".join(lines)
 
 

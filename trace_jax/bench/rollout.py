@@ -1,83 +1,185 @@
-"""Engine throughput: tokens a second of decoding and prefill over several turns with the cache kept, without tools."""
+"""Engine throughput: against other samplers, against itself without its parts, and as a share of what the machine can
+do at that moment.
+
+Headline figures, all measured in one run on one machine:
+
+    vs_transformers  sampled tokens/s of 32 x (256 + 64) over those of `transformers` generate, by size of the policy
+    vs_bare_loop     the same over a bare decoding loop in JAX that schedules nothing
+    reuse_speedup    eight turns with the cache kept over the same with every turn fed anew
+    tool_overlap     decode rate of a collection with tools of 50 ms over the same with instant ones
+    occupancy        share of decoded slots and steps that drew a token for a row
+    compiles         decoding and prefill programs of each engine, and the bound on them
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from trace_jax.bench import measure
+from trace_jax.bench import measure, rollout_compare, rollout_tools
 from trace_jax.bench.learner import flops_per_token
+from trace_jax.bench.rollout_compare import compiles, occupancy
+from trace_jax.bench.rollout_drive import Others, Shape, drive, spent
+from trace_jax.bench.rollout_peer import Peer, interpreter
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.policy.transformer import Transformer
 from trace_jax.rollout.engine import Engine
-from trace_jax.rollout.sampling import Sampling
 
-PROMPT, OBSERVATION = 40, 24  # tokens of a prompt and of a tool result
+PROMPT, OBSERVATION = 40, 24  # tokens of a prompt and of a tool result, at the configured shapes
+TURN = 32  # sampled tokens of a turn there
+BUSY = 0.1  # share of the cores in other hands from which a comparison is worth a warning
+BARS = {
+    "vs_transformers": {"nano": 10.0, "5m": 4.0},
+    "vs_bare_loop": {"nano": 0.8, "5m": 0.8},
+    "reuse_speedup": 2.0,
+    "tool_overlap": 0.85,
+}
 
 
-def run(config: RunConfig, repeats: int) -> dict[str, Any]:
-    """Fill all slots and sample turns up to the context, with a stop token that is never drawn: every turn has its full
-    length, so that the figure does not depend on what an untrained policy happens to say."""
-    limits, policy, vocab_size = config.rollout, config.policy, config.tokenizer.vocab_size
-    turn = min(limits.max_turn_tokens, 32)
+def run(config: RunConfig, repeats: int, peers: str | Path | None = None) -> dict[str, Any]:
+    """All of it. The comparisons have shapes of their own; `sizes`, `measured` and `share` are at those of `config`.
+
+    Args:
+        peers: a Python that has torch and transformers; by default this one, if it has.
+
+    Raises:
+        ConfigError: a context that holds no turn; an interpreter that cannot run the peer.
+    """
+    shape = _shape(config)
+    python, note = interpreter(peers)
+    steps = config.rollout.decode_steps
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(Peer(python)) if python is not None else None
+        sizes = {name: rollout_compare.compare(name, repeats, peer, steps) for name in rollout_compare.SIZES}
+        versions = peer.versions if peer is not None else None
+    others = Others()
+    reused = rollout_compare.reuse(repeats, steps)
+    tools = rollout_tools.overlap(config, repeats)
+    sections, configured = _configured(config, shape, repeats)
+    busy = others.share()
+    headline = {
+        "vs_transformers": {name: d["vs_transformers"]["median"] for name, d in sizes.items()} if python else None,
+        "vs_bare_loop": {name: d["vs_bare_loop"]["median"] for name, d in sizes.items()},
+        "reuse_speedup": reused["reuse_speedup"]["median"],
+        "tool_overlap": tools["tool_overlap"]["median"],
+        "occupancy": {name: d["occupancy"] for name, d in sizes.items()}
+        | {"instant_tools": tools["occupancy"]["instant"], "slow_tools": tools["occupancy"]["slow"]}
+        | {"config": configured["occupancy"]},
+        "compiles": {name: d["compiles"] for name, d in sizes.items()}
+        | {"reuse": reused["compiles"], "tools": tools["compiles"], "config": configured["compiles"]},
+    }
+    result = headline | sections
+    result["details"] = {**sizes, "reuse": reused, "tools": tools, "config": configured, "peer_versions": versions}
+    result["details"]["cores_taken_by_others"] = busy  # in all but the comparisons, which have their own
+    most = max((share for share in (busy, *(d["cores_taken_by_others"] for d in sizes.values())) if share), default=0)
+    if most > BUSY:
+        busy_note = (
+            f"other programs took up to {100 * most:.0f} % of the cores: programs that wait by spinning, like torch on "
+            "all cores, then lose many times more than others; repeat on a quiet machine"
+        )
+        note = busy_note if note is None else f"{note}; {busy_note}"
+    result["table"] = _table(headline, result["details"])
+    if note is not None:
+        result["note"] = note
+    return result
+
+
+def _shape(config: RunConfig) -> Shape:
+    limits = config.rollout
+    turn = min(limits.max_turn_tokens, TURN)
     turns = min((limits.context - PROMPT) // (turn + OBSERVATION), limits.max_turns)
     if turns < 1:
         raise ConfigError(
             f"bench rollout: rollout.context {limits.context} holds no turn of {turn} tokens; "
             f"set it to at least {PROMPT + turn + OBSERVATION}"
         )
-    model = Transformer(policy, vocab_size, rngs=nnx.Rngs(0))
-    engine = Engine(model, limits, stop_id=vocab_size)
-    rng = np.random.default_rng(0)
-    rows = np.arange(limits.slots)
-    groups = math.ceil(limits.slots / config.grpo.group)
-    prompts = [rng.integers(0, vocab_size, PROMPT, dtype=np.int32) for _ in range(groups)]
-    prompts = [prompts[row // config.grpo.group] for row in rows]
-    parts: list[dict[str, float]] = []
+    return Shape(PROMPT, turn, turns, OBSERVATION)
 
-    def work():
-        engine.begin(prompts, rows.astype(np.uint64), Sampling(limits.temperature))
-        for _ in range(turns):
-            sampled = engine.sample_turn(rows, np.full(len(rows), turn))
-            assert all(len(s.ids) == turn for s in sampled)
-            engine.extend(rows, [rng.integers(0, vocab_size, OBSERVATION, dtype=np.int32) for _ in rows])
-        parts.append(engine.seconds)
 
-    taken = measure.spread(measure.seconds(work, repeats))
-    timed = parts[1:]
-    decode, prefill = (float(np.median([p[name] for p in timed])) for name in ("decode", "prefill"))
-    decoded, fed = len(rows) * turns * turn, len(rows) * turns * OBSERVATION
-    attended = PROMPT + turns * (turn + OBSERVATION) / 2
-    each = flops_per_token(policy, vocab_size, attended) / 3  # forward only
+def _configured(config: RunConfig, shape: Shape, repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All slots in groups that share a prompt, through turns that fill the configured context.
+
+    Returns:
+        The sections that every benchmark has, and what the engine counted.
+    """
+    limits, policy, vocabulary, group = config.rollout, config.policy, config.tokenizer.vocab_size, config.grpo.group
+    model = Transformer(policy, vocabulary, rngs=nnx.Rngs(0))
+    engine = Engine(model, limits, stop_id=vocabulary)
+    distinct = math.ceil(limits.slots / group)
+    drawn = np.random.default_rng(0).integers(0, vocabulary, (distinct, shape.prompt), np.int32)
+    prompts = [drawn[row // group] for row in range(limits.slots)]
+    runs = []
+    for number in range(repeats + 1):
+        runs.append(spent(engine, lambda: drive(engine, shape, prompts, number)))  # noqa: B023
+        warm = engine.compiled if number == 0 else warm  # the first round compiles
+    runs, stats = runs[1:], [counts for _, counts in runs[1:]]
+    # Seconds of lanes that run side by side are taken as shares of the wall clock.
+    lanes = [(s.decode_seconds + s.prefill_seconds) / seconds for seconds, s in runs]
+    decode_rate = float(np.median([n * s.sampled_tokens / s.decode_seconds for n, s in zip(lanes, stats, strict=True)]))
+    fed_rate = float(np.median([n * s.prefill_tokens / s.prefill_seconds for n, s in zip(lanes, stats, strict=True)]))
+    taken = measure.spread([seconds for seconds, _ in runs])
     floor = measure.matmul_peak(policy.dtype, repeats) | {"bytes_per_second": measure.copy_rate(repeats)}
-    # One decoding step of the batch reads every weight once and each row's keys and values.
-    size = np.dtype(limits.cache_dtype).itemsize if limits.cache_dtype != "bfloat16" else 2
-    cached = 2 * policy.layers * policy.kv_heads * policy.head_dim * attended * size
+    attended = shape.prompt + (shape.length - shape.prompt) / 2
+    each = flops_per_token(policy, vocabulary, attended) / 3  # forward only
+    # One decoding step of a group reads every weight once and each row's keys and values.
+    element = np.dtype(limits.cache_dtype).itemsize
+    cached = 2 * policy.layers * policy.kv_heads * policy.head_dim * attended * element
     weights = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    moved = decoded * (cached + weights / len(rows))
-    return {
+    last = stats[-1]
+    moved = cached + weights * last.decode_steps / last.sampled_tokens  # bytes a token
+    sections = {
         "sizes": {
-            "slots": len(rows),
-            "turns": turns,
-            "turn_tokens": turn,
-            "prompt_tokens": PROMPT,
-            "observation_tokens": OBSERVATION,
-            "vocab_size": vocab_size,
+            "slots": limits.slots,
+            "turns": shape.turns,
+            "turn_tokens": shape.turn,
+            "prompt_tokens": shape.prompt,
+            "observation_tokens": shape.observation,
+            "vocab_size": vocabulary,
+            "group": group,
         },
         "floor": floor,
         "measured": {
             "seconds": taken,
-            "decode_tokens_per_second": decoded / decode,
-            "prefill_tokens_per_second": fed / prefill,
-            "tokens_per_second": (decoded + fed) / taken["median"],
-            "programs": engine.compiled,
+            "decode_tokens_per_second": decode_rate,
+            "prefill_tokens_per_second": fed_rate,
+            "tokens_per_second": (last.sampled_tokens + last.prefill_tokens) / taken["median"],
+            "shared_prefill_tokens": last.shared_tokens,
+            "shared_prefill_tokens_expected": shape.shared(limits.slots, distinct),
         },
         "share": {
-            "of_matmul_peak": decoded / decode * each / 1e9 / floor["matmul_gflops"],
-            "of_memory_bandwidth": moved / decode / floor["bytes_per_second"],
+            "of_matmul_peak": decode_rate * each / 1e9 / floor["matmul_gflops"],
+            "of_memory_bandwidth": decode_rate * moved / floor["bytes_per_second"],
         },
     }
+    return sections, {
+        "prefill_tokens": last.prefill_tokens,
+        "prefill_tokens_expected": shape.fed(limits.slots, distinct),
+        "occupancy": occupancy(stats),
+        "compiles": compiles(engine, warm),
+    }
+
+
+def _table(headline: dict[str, Any], details: dict[str, Any]) -> list[dict[str, Any]]:
+    """For people: one line a comparison, and whether it reaches what is asked of it."""
+    rows = []
+    for name in ("vs_transformers", "vs_bare_loop"):
+        for size, ratio in (headline[name] or {}).items():
+            rates = details[size]["tokens_per_second"]
+            side = "transformers" if name == "vs_transformers" else f"bare_loop_{details[size]['bare_loop_programs']}"
+            rows.append(
+                {"comparison": f"{name} {size}", "engine_tokens_per_s": rates["engine"], side: rates[side]}
+                | {"ratio": ratio, "asked": BARS[name].get(size)}
+            )
+            if name == "vs_transformers":
+                rows[-1]["ratio with one thread"] = details[size]["vs_transformers_1_thread"]["median"]
+    for name in ("reuse_speedup", "tool_overlap"):
+        rows.append({"comparison": name, "ratio": headline[name], "asked": BARS[name]})
+    rows += [{"occupancy": name, "share": share} for name, share in headline["occupancy"].items()]
+    rows += [{"compiled for": name, **counts} for name, counts in headline["compiles"].items()]
+    return rows
