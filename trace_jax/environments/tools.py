@@ -305,8 +305,8 @@ def _workers() -> monty.Monty:
                 feed_duration_limit_grace=0.5,
             )
             pool.__enter__()
-            # The interpreter's binding imports this three times a call. Where it is not installed, each time is a search
-            # of the whole path, half of what a call costs; an entry of None says at once that there is none.
+            # The interpreter's binding imports this three times a call. Where it is not installed, that is a search of
+            # the whole path each time, half of what a call costs; an entry of None says at once that there is none.
             if importlib.util.find_spec("opentelemetry") is None:
                 sys.modules["opentelemetry"] = None
             atexit.register(pool.__exit__, None, None, None)
