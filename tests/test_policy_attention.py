@@ -63,9 +63,29 @@ def test_large_scores_stay_finite():
     assert np.isfinite(value) and np.all(np.isfinite(gradient))
 
 
+def in_blocks(k, v, blocks, block=8):
+    """Keys and values [B, S, K, h] as the cache holds them; what lies beyond S is arbitrary."""
+    beyond = ((0, 0), (0, blocks * block - k.shape[1]), (0, 0), (0, 0))
+    k, v = (np.pad(x, beyond, constant_values=7.0).reshape(len(x), blocks, block, *x.shape[2:]) for x in (k, v))
+    return k.transpose(0, 3, 1, 4, 2), v.transpose(0, 3, 1, 2, 4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(3, 1, 16), (4, 2, 32), (4, 2, 64), (16, 8, 128)])
+@pytest.mark.parametrize("time", [1, 16])
+def test_numbers_do_not_depend_on_the_length_of_the_cache(heads, kv_heads, width, time):
+    """Bit for bit: what a row samples must not change because a longer row is decoded beside it."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(8, time, heads, width)).astype(np.float32)
+    k, v = rng.normal(size=(2, 8, 100, kv_heads, width)).astype(np.float32)
+    positions = np.tile(np.arange(100 - time, 100), (8, 1))
+    attend = jax.jit(attention.cache_attention)
+    results = [np.asarray(attend(q, *in_blocks(k, v, blocks, 64), positions)) for blocks in (2, 3, 4, 8, 14)]
+    assert all(np.array_equal(results[0], other) for other in results[1:])
+
+
 def test_cache_attention_sees_the_cache_up_to_the_query():
     q, k, v, _ = arrays(20)
-    k_cache, v_cache = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    k_cache, v_cache = in_blocks(k, v, 3)
     want = reference(q, k, v, np.ones((2, 20), int))
     got = attention.cache_attention(q[:, 5:9], k_cache, v_cache, np.tile(np.arange(5, 9), (2, 1)))
     np.testing.assert_allclose(got, want[:, 5:9], atol=1e-5)

@@ -120,7 +120,7 @@ decode = nnx.jit(Transformer.decode, static_argnames="attend", donate_argnames="
 
 def decode_all(model, chunks: list[int], length: int = 48, grow_at: int | None = None) -> np.ndarray:
     """Teacher-forced log-probabilities of S's tokens from the second, fed in chunks; a second row is shorter."""
-    cache = kv_cache.new(model.cfg, 2, length)
+    cache = kv_cache.new(model.cfg, 2, length, block=8)
     hidden, at = [], 0
     for size in chunks:
         ids = np.stack([S[at : at + size], PADDING[at : at + size]])
@@ -147,19 +147,21 @@ def test_cached_decoding_equals_the_training_pass(model, chunks, grow_at):
 
 
 def test_tokens_that_are_not_there_write_nothing_and_rows_are_independent(model):
-    cache = kv_cache.new(CFG, 3, 16)
+    cache = kv_cache.new(CFG, 3, 16, block=4)
     ids, positions = np.stack([S[:4], T[:4], S[:4]]), np.tile(np.arange(4), (3, 1))
     valid = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]], bool)
     hidden, cache = decode(model, ids, positions, valid, cache)
     for k, v in zip(cache.k, cache.v, strict=True):
-        assert not np.any(k[2]) and not np.any(v[2]) and not np.any(k[1, :, :, 2:]) and np.all(np.any(k[0], (0, 1))[:4])
+        assert not np.any(k[2]) and not np.any(v[2]) and not np.any(k[1, :, 0, :, 2:]) and not np.any(k[1, :, 1:])
+        assert np.all(np.any(k[0, :, 0], (0, 1)))
     # One row of the batch, through its index, gives the same as the whole batch; the other rows stay as they were.
-    empty = kv_cache.new(CFG, 3, 16)
+    empty = kv_cache.new(CFG, 3, 16, block=4)
     one, touched = decode(model, ids[1:2], positions[:1], valid[1:2], empty, rows=jnp.array([1]))
     np.testing.assert_allclose(one[0, :2], hidden[1, :2], atol=1e-6)
     assert not np.any(touched.k[0][0])
-    moved = kv_cache.new(CFG, 4, 20).put(jnp.array([3, 9]), cache.take(jnp.array([1, 0])))
-    assert np.array_equal(moved.k[1][3, :, :, :16], cache.k[1][1]) and not np.any(moved.v[0][:3])
+    moved = kv_cache.new(CFG, 4, 20, block=4).put(jnp.array([3, 9]), cache.take(jnp.array([1, 0])))
+    assert np.array_equal(moved.k[1][3, :, :4], cache.k[1][1]) and not np.any(moved.v[0][:3])
+    assert np.array_equal(moved.first(16).v[0][3], cache.v[0][1]) and moved.grow(22).length == 24
 
 
 def test_a_decoding_step_updates_its_cache_in_place(model):

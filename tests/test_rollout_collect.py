@@ -343,7 +343,7 @@ def test_stats_and_progress():
     summary = metrics(result, stats)
     assert summary["tool_calls"] == 1 and summary["sampled_tokens"] == 21 and summary["status/finished"] == 1
     assert 0 <= summary["seconds/tools"] <= summary["seconds/total"] and summary["tools/calls"] == 3
-    assert summary["tools/queue_mean"] <= summary["tools/queue_max"]
+    assert summary["tools/queue_seconds_mean"] <= summary["tools/queue_seconds_max"]
 
 
 def test_progress_is_called_while_nothing_ends(monkeypatch):

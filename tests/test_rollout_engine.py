@@ -268,8 +268,9 @@ def test_bfloat16_cache_stays_close(model):
 
 
 def test_buckets():
-    assert length_buckets(512) == [128, 192, 256, 384, 512] and length_buckets(100) == [128]
-    assert length_buckets(600) == [128, 192, 256, 384, 512, 640]
+    assert length_buckets(512, 64) == [128, 192, 256, 384, 512] and length_buckets(100, 64) == [128]
+    assert length_buckets(600, 64) == [128, 192, 256, 384, 512, 640]
+    assert length_buckets(600, 128) == [128, 256, 384, 512, 640]
     shapes = (Chunk(128, 4), Chunk(32, 4), Chunk(16, 8))
     widths = [next_chunk(shapes, left).width for left in (1, 8, 16, 17, 32, 40, 64, 100, 128, 129, 500)]
     assert widths == [16, 16, 16, 32, 32, 32, 128, 128, 128, 128, 128]

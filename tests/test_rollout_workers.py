@@ -286,8 +286,8 @@ def test_a_long_wait_for_a_worker_ends_the_trajectory(gate):
     assert [t.status for t in result] == ["finished", "timed_out"] and "tool_queue_seconds" in result[1].info["error"]
     assert stats.expired == 1 and stats.calls == 2 and 0.1 <= stats.waited_most < WAIT
     figures = metrics(result, stats)
-    assert figures["tools/expired"] == 1 and figures["tools/queue_max"] >= 0.1
-    assert figures["tools/queue_mean"] == pytest.approx(stats.waited / 2)
+    assert figures["tools/expired"] == 1 and figures["tools/queue_seconds_max"] >= 0.1
+    assert figures["tools/queue_seconds_mean"] == pytest.approx(stats.waited / 2)
 
 
 def test_the_wall_limit_holds_while_a_row_waits_for_the_sampler():

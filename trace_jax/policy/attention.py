@@ -9,6 +9,8 @@ and 15 times faster for one query against a cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -101,17 +103,56 @@ packed_attention.defvjp(_packed_forward, _packed_backward)
 
 def cache_attention(
     q: Float[Array, "B T H h"],
-    k: Float[Array, "B K h S"],
-    v: Float[Array, "B K S h"],
+    k: Float[Array, "B K n h p"],
+    v: Float[Array, "B K n p h"],
     positions: Int[Array, "B T"],
 ) -> Float[Array, "B T H h"]:
-    """Attention of new tokens over a prefix of their row's cache; a query sees the cache up to its own position."""
-    q = _grouped(q, q.shape[2] // k.shape[1])
-    visible = jnp.arange(k.shape[3]) <= positions[:, None, None, :, None]
-    score = jnp.where(visible, _scores(q, k.astype(q.dtype)) * q.shape[-1] ** -0.5, HIDDEN)
-    weight = jnp.exp(score - jnp.max(score, axis=-1, keepdims=True))
-    out = _weighted(weight.astype(q.dtype), v.astype(q.dtype)) / jnp.sum(weight, axis=-1, keepdims=True)
-    return _ungrouped(out).astype(q.dtype)
+    """Attention of new tokens over a prefix of their row's cache (n blocks of p positions, see `cache.KVCache`); a
+    query sees the cache up to its own position.
+
+    The result does not depend on n, to the last bit, as long as every visible position is there: each block is
+    multiplied by itself, in matmuls of one shape whatever the length; maxima and sums are trees of element-wise
+    operations; blocks are added in their order, so that those beyond the position add exact zeros. Plain matmuls and
+    reductions over the length round differently for another length (XLA's CPU backend even hands reductions of some
+    sizes, with the exponentials beside them, to a library that has exponentials of its own).
+    """
+    rows, kv_heads, blocks, _, length = k.shape
+    q = _grouped(q * q.shape[-1] ** -0.5, q.shape[2] // kv_heads)
+    _, _, group, time, width = q.shape
+    flat = jnp.broadcast_to(
+        q.reshape(rows, kv_heads, 1, group * time, width), (rows, kv_heads, blocks, group * time, width)
+    )
+    score = _by_block(flat, k.astype(q.dtype)).reshape(rows, kv_heads, blocks, group, time, length)
+    key = jnp.arange(blocks * length).reshape(blocks, 1, length)
+    visible = key <= positions[:, None, :, None]  # B n T p
+    score = jnp.where(visible[:, None, :, None], score, HIDDEN)
+    top = _in_order(jnp.maximum, _tree(jnp.maximum, score))
+    weight = jnp.exp(score - top[:, :, None, ..., None])
+    out = _by_block(weight.reshape(rows, kv_heads, blocks, group * time, length).astype(q.dtype), v.astype(q.dtype))
+    out = _in_order(jnp.add, out).reshape(rows, kv_heads, group, time, width)
+    return _ungrouped(out / _in_order(jnp.add, _tree(jnp.add, weight))[..., None]).astype(q.dtype)
+
+
+def _by_block(a: Float[Array, "B K n m x"], b: Float[Array, "B K n x o"]) -> Float[Array, "B K n m o"]:
+    """A matmul of its own for every block."""
+    numbers = (((4,), (3,)), ((0, 1, 2), (0, 1, 2)))
+    return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
+
+
+def _tree(combine: Callable, x: Float[Array, "B K n G T p"]) -> Float[Array, "B K n G T"]:
+    """Combines the last axis, a power of two long, by halves."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = combine(x[..., :half], x[..., half:])
+    return x[..., 0]
+
+
+def _in_order(combine: Callable, x: Float[Array, "B K n *m"]) -> Float[Array, "B K *m"]:
+    """Combines blocks one after the other."""
+    total = x[:, :, 0]
+    for i in range(1, x.shape[2]):
+        total = combine(total, x[:, :, i])
+    return total
 
 
 def _blocks(time: int) -> list[tuple[int, int]]:

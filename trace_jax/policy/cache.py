@@ -1,6 +1,6 @@
 """The key/value cache of a decoding batch.
 
-Axes: L layers, B rows of the batch, S cache positions, K key/value heads, h head width.
+Axes: B rows of the batch, K key/value heads, n blocks of p positions each, h head width.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ class KVCache:
     """Keys (already rotated) and values of every token seen so far, indexed by the token's position in its row.
 
     One array a layer, so that a layer attends to its buffer where it lies: a slice of a stacked array would be copied
-    at every step, twice the traffic of reading it. Keys are stored with positions last and values with positions
-    second to last, the order in which both matmuls of a decoding step run along contiguous memory (15 times faster on
-    CPU than attention over [B, S, K, h]).
+    at every step, twice the traffic of reading it. Inside a block keys are stored with positions last and values with
+    positions second to last, the order in which both matmuls of a decoding step run along contiguous memory (15 times
+    faster on CPU than attention over [B, S, K, h]). Blocks have one length whatever the length of the cache, so that
+    the numbers of a row do not depend on it (see `attention.cache_attention`).
 
     A position that has not been written yet holds zeros, or what an earlier occupant of the row left there; attention
     never looks past the position of the query, so neither is visible.
     """
 
-    k: tuple[Float[Array, "B K h S"], ...]
-    v: tuple[Float[Array, "B K S h"], ...]
+    k: tuple[Float[Array, "B K n h p"], ...]
+    v: tuple[Float[Array, "B K n p h"], ...]
 
     @property
     def batch(self) -> int:
@@ -35,43 +36,50 @@ class KVCache:
         return self.k[0].shape[0]
 
     @property
+    def block(self) -> int:
+        """Positions of a block."""
+        return self.k[0].shape[4]
+
+    @property
     def length(self) -> int:
         """Number of positions a row can hold."""
-        return self.k[0].shape[3]
+        return self.k[0].shape[2] * self.block
 
-    def take(self, rows: Int[Array, " n"]) -> KVCache:
+    def take(self, rows: Int[Array, " r"]) -> KVCache:
         """The cache of some rows, in the order given; an index beyond the batch gives the last row."""
         return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), self)
 
-    def put(self, rows: Int[Array, " n"], part: KVCache) -> KVCache:
+    def put(self, rows: Int[Array, " r"], part: KVCache) -> KVCache:
         """Writes the rows of `part`, which may be shorter in time; an index beyond the batch writes nothing."""
-        span = part.length
-        return KVCache(
-            k=tuple(k.at[rows, :, :, :span].set(p, mode="drop") for k, p in zip(self.k, part.k, strict=True)),
-            v=tuple(v.at[rows, :, :span].set(p, mode="drop") for v, p in zip(self.v, part.v, strict=True)),
-        )
+        blocks = part.k[0].shape[2]
+        return jax.tree.map(lambda x, p: x.at[rows, :, :blocks].set(p, mode="drop"), self, part)
 
     def first(self, length: int) -> KVCache:
-        """The first `length` positions of every row."""
-        return KVCache(k=tuple(k[..., :length] for k in self.k), v=tuple(v[:, :, :length] for v in self.v))
+        """The blocks of every row that hold its first `length` positions."""
+        blocks = -(-length // self.block)
+        return jax.tree.map(lambda x: x[:, :, :blocks], self)
 
     def grow(self, length: int) -> KVCache:
-        """The same rows with room for `length` positions, at least as many as now.
+        """The same rows with room for at least `length` positions, as many as now or more.
 
         A decoding step that attends to the whole length copies nothing, so a cache is best allocated at the prefix
         needed now and grown when the longest row fills it.
         """
-        extra = length - self.length
-        return KVCache(
-            k=tuple(jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, extra))) for k in self.k),
-            v=tuple(jnp.pad(v, ((0, 0), (0, 0), (0, extra), (0, 0))) for v in self.v),
-        )
+        extra = -(-length // self.block) - self.k[0].shape[2]
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0), (0, 0))), self)
 
 
-def new(cfg: PolicyConfig, batch: int, length: int, dtype: str = "float32") -> KVCache:
-    """An empty cache for `batch` rows of at most `length` tokens."""
-    keys = (batch, cfg.kv_heads, cfg.head_dim, length)
-    values = (batch, cfg.kv_heads, length, cfg.head_dim)
+def default_block() -> int:
+    """Positions of a block on the default backend: accelerators tile memory in 128, a CPU wastes less with 64."""
+    return 64 if jax.default_backend() == "cpu" else 128
+
+
+def new(cfg: PolicyConfig, batch: int, length: int, dtype: str = "float32", block: int | None = None) -> KVCache:
+    """An empty cache for `batch` rows of at least `length` tokens."""
+    block = block or default_block()
+    blocks = -(-length // block)
+    keys = (batch, cfg.kv_heads, blocks, cfg.head_dim, block)
+    values = (batch, cfg.kv_heads, blocks, block, cfg.head_dim)
     return KVCache(
         k=tuple(jnp.zeros(keys, dtype) for _ in range(cfg.layers)),
         v=tuple(jnp.zeros(values, dtype) for _ in range(cfg.layers)),

@@ -113,25 +113,28 @@ class Transformer(nnx.Module):
             positions: of each token in its row; contiguous in a chunk.
             valid: False for a token that is not there: it writes nothing and its hidden state means nothing.
             cache: donate it to the jitted caller, then the writes happen in place.
-            attend: static; queries look at the first `attend` cache positions, so it must exceed every valid position.
+            attend: static; queries look at the blocks of the first `attend` cache positions, so it must exceed every
+                valid position.
                 The default, the whole length, copies nothing (see `KVCache.grow`).
             rows: cache row of each row of the call, when the call covers only some of them or in another order.
         """
         rope = attention.rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
         target = (jnp.arange(ids.shape[0]) if rows is None else rows)[:, None]
         slots = jnp.where(valid, positions, cache.length)  # out of range: dropped
-        attend = cache.length if attend is None else attend
+        block, inside = slots // cache.block, slots % cache.block
+        seen = -(-(cache.length if attend is None else attend) // cache.block)  # blocks
         x, keys, values = self._embed(ids), [], []
         for index, (k_cache, v_cache) in enumerate(zip(cache.k, cache.v, strict=True)):
             weights = {name: stacked[index] for name, stacked in self._layer_weights().items()}
             q, k, v = self._project(x, weights, rope)
-            k = k_cache.at[target, :, :, slots].set(k.astype(k_cache.dtype), mode="drop")
-            v = v_cache.at[target, :, slots].set(v.astype(v_cache.dtype), mode="drop")
+            k = k_cache.at[target, :, block, :, inside].set(k.astype(k_cache.dtype), mode="drop")
+            v = v_cache.at[target, :, block, inside].set(v.astype(v_cache.dtype), mode="drop")
             keys.append(k)
             values.append(v)
+            k, v = k[:, :, :seen], v[:, :, :seen]
             if rows is not None:
                 k, v = k.at[rows].get(mode="clip"), v.at[rows].get(mode="clip")
-            attended = attention.cache_attention(q, k[..., :attend], v[:, :, :attend], positions)
+            attended = attention.cache_attention(q, k, v, positions)
             x = self._residual_mlp(self._residual_attention(x, attended, weights), weights)
         return rms_norm(x, self.final_norm[...], self.cfg.norm_eps), KVCache(k=tuple(keys), v=tuple(values))
 

@@ -98,6 +98,7 @@ def _collect(
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """Trajectories of `group` samples of each episode, and their figures."""
     environment, stats = work.environment(split), CollectStats()
+    before = work.engine.stats
     trajectories = collect(
         work.engine,
         work.chat,
@@ -111,7 +112,7 @@ def _collect(
         progress=work.interrupt.check,
     )
     right = float(np.mean([bool(t.info.get("full_right")) for t in trajectories]))
-    figures = metrics(trajectories, stats)
+    figures = metrics(trajectories, stats) | work.engine.stats.since(before).figures()
     figures["rollout_tokens"] = figures.pop("tokens")  # the learner's `tokens` are those trained on
     return trajectories, figures | {"full_right": right}
 

@@ -90,8 +90,8 @@ def metrics(trajectories: Sequence[Trajectory], stats: CollectStats | None = Non
         result |= {f"tools/{name}": float(getattr(stats, name)) for name in names}
         calls = max(stats.calls, 1)
         result |= {
-            "tools/queue_mean": stats.waited / calls,
-            "tools/queue_max": stats.waited_most,
+            "tools/queue_seconds_mean": stats.waited / calls,
+            "tools/queue_seconds_max": stats.waited_most,
             "tools/seconds_mean": stats.ran / calls,
             "tools/seconds_max": stats.ran_most,
             "tools/stuck_threads": float(stats.stuck),

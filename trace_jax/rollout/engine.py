@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from trace_jax.config import ConfigError, RolloutConfig
+from trace_jax.policy.cache import default_block
 from trace_jax.policy.transformer import Transformer
 from trace_jax.rollout.generator import Deliver
 from trace_jax.rollout.lane import Lane, LaneStats
@@ -49,6 +50,22 @@ class EngineStats(LaneStats):
     def occupancy(self) -> float:
         """Share of decoded slots and steps that drew a token for a row."""
         return self.sampled_tokens / self.slot_steps if self.slot_steps else 0.0
+
+    def since(self, before: EngineStats) -> EngineStats:
+        """What was added since an earlier look."""
+        return EngineStats(**{name: value - getattr(before, name) for name, value in vars(self).items()})
+
+    def figures(self) -> dict[str, float]:
+        """Figures to log. How rows fell into calls depends on how long tools took, so these differ between runs."""
+        return {
+            "engine/occupancy": self.occupancy,
+            "engine/decode_steps": float(self.decode_steps),
+            "engine/prefill_tokens": float(self.prefill_tokens),
+            "engine/shared_tokens": float(self.shared_tokens),
+            "engine/refilled_tokens": float(self.refilled_tokens),
+            "engine/decode_seconds": self.decode_seconds,
+            "engine/prefill_seconds": self.prefill_seconds,
+        }
 
 
 class Engine:
@@ -150,7 +167,7 @@ class Engine:
     def compile_bound(self) -> int:
         """Most programs that one sampler on one lane's devices can ever compile: a decoding program and one for every
         prefill chunk, for each bucket of cache lengths."""
-        return (1 + len(self._shapes)) * len(length_buckets(self._context))
+        return (1 + len(self._shapes)) * len(length_buckets(self._context, default_block()))
 
     @property
     def stats(self) -> EngineStats:

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from trace_jax.config import PolicyConfig, RolloutConfig
+from trace_jax.policy.cache import default_block
 from trace_jax.rollout.generator import Deliver, SampledTurn
 from trace_jax.rollout.placement import Place
 from trace_jax.rollout.programs import Chunk, Programs, State, fit, length_buckets, new_cache, next_chunk
@@ -71,7 +72,7 @@ class Lane:
         self.weights: tuple[nnx.State, int] | None = None  # parameters on the lane's devices, and their version
         self._programs, self._policy, self._config = programs, policy, config
         self._slots, self._shapes, self._reuse = slots, shapes, reuse
-        self._lengths = length_buckets(config.context)
+        self._lengths = length_buckets(config.context, default_block())
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()

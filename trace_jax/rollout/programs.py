@@ -59,14 +59,15 @@ def next_chunk(shapes: Sequence[Chunk], left: int) -> Chunk:
     return holding[-1] if holding else next((shape for shape in shapes if shape.width <= left), shapes[-1])
 
 
-def length_buckets(longest: int) -> list[int]:
-    """Cache lengths, ascending: 128, 192, 256, 384, 512, 768, ..., the last one just holding `longest`."""
-    last = -(-longest // 64) * 64
+def length_buckets(longest: int, block: int) -> list[int]:
+    """Cache lengths, ascending multiples of `block`: 128, 192, 256, 384, 512, 768, ..., the last just holding
+    `longest`."""
+    last = -(-longest // block) * block
     sizes, size = [], SMALLEST_LENGTH
     while size < last:
-        sizes.append(size)
+        sizes.append(-(-size // block) * block)
         size += size // 2 if size & (size - 1) == 0 else size // 3
-    return [*sizes, last]
+    return sorted({*sizes, last})
 
 
 def fit(sizes: Sequence[int], wanted: int) -> int:
