@@ -150,7 +150,9 @@ def test_nothing_that_reads_text_fails(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", TARGETS)
-def test_nothing_that_reads_text_fails_at_length(name, seed):
+def test_nothing_that_reads_text_fails_at_length(name, seed, request):
+    if "slow" not in request.config.getoption("markexpr"):
+        pytest.skip("run with -m slow")
     _check(name, 10 * ROUNDS, seed)
 
 
