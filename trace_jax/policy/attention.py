@@ -9,8 +9,6 @@ and 15 times faster for one query against a cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -111,10 +109,9 @@ def cache_attention(
     query sees the cache up to its own position.
 
     The result does not depend on n, to the last bit, as long as every visible position is there: each block is
-    multiplied by itself, in matmuls of one shape whatever the length; maxima and sums are trees of element-wise
-    operations; blocks are added in their order, so that those beyond the position add exact zeros. Plain matmuls and
-    reductions over the length round differently for another length (XLA's CPU backend even hands reductions of some
-    sizes, with the exponentials beside them, to a library that has exponentials of its own).
+    multiplied by itself, in matmuls of one shape whatever the length, weights are summed by such a matmul, too, and
+    blocks are added in their order, so that those beyond the position add exact zeros. Plain matmuls and reductions
+    over the length round differently for another length.
     """
     rows, kv_heads, blocks, _, length = k.shape
     q = _grouped(q * q.shape[-1] ** -0.5, q.shape[2] // kv_heads)
@@ -126,11 +123,11 @@ def cache_attention(
     key = jnp.arange(blocks * length).reshape(blocks, 1, length)
     visible = key <= positions[:, None, :, None]  # B n T p
     score = jnp.where(visible[:, None, :, None], score, HIDDEN)
-    top = _in_order(jnp.maximum, _tree(jnp.maximum, score))
-    weight = jnp.exp(score - top[:, :, None, ..., None])
-    out = _by_block(weight.reshape(rows, kv_heads, blocks, group * time, length).astype(q.dtype), v.astype(q.dtype))
-    out = _in_order(jnp.add, out).reshape(rows, kv_heads, group, time, width)
-    return _ungrouped(out / _in_order(jnp.add, _tree(jnp.add, weight))[..., None]).astype(q.dtype)
+    weight = jnp.exp(score - _largest(score)[:, :, None, ..., None]).astype(q.dtype)
+    weight = weight.reshape(rows, kv_heads, blocks, group * time, length)
+    total = _in_order(_by_block(weight, jnp.ones((rows, kv_heads, blocks, length, 1), q.dtype)))
+    out = _in_order(_by_block(weight, v.astype(q.dtype))) / total
+    return _ungrouped(out.reshape(rows, kv_heads, group, time, width)).astype(q.dtype)
 
 
 def _by_block(a: Float[Array, "B K n m x"], b: Float[Array, "B K n x o"]) -> Float[Array, "B K n m o"]:
@@ -139,20 +136,23 @@ def _by_block(a: Float[Array, "B K n m x"], b: Float[Array, "B K n x o"]) -> Flo
     return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
 
 
-def _tree(combine: Callable, x: Float[Array, "B K n G T p"]) -> Float[Array, "B K n G T"]:
-    """Combines the last axis, a power of two long, by halves."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        x = combine(x[..., :half], x[..., half:])
-    return x[..., 0]
-
-
-def _in_order(combine: Callable, x: Float[Array, "B K n *m"]) -> Float[Array, "B K *m"]:
-    """Combines blocks one after the other."""
+def _in_order(x: Float[Array, "B K n *m"]) -> Float[Array, "B K *m"]:
+    """Adds blocks one after the other."""
     total = x[:, :, 0]
     for i in range(1, x.shape[2]):
-        total = combine(total, x[:, :, i])
+        total = total + x[:, :, i]
     return total
+
+
+def _largest(x: Float[Array, "B K n G T p"]) -> Float[Array, "B K G T"]:
+    """Maximum over blocks and positions, found among integers of the same order: XLA's CPU backend gives maxima of
+    floats of some sizes to a library, together with the exponentials that follow, and the library has its own."""
+
+    def swap(i):  # negative floats order the other way round; the map is its own inverse
+        return i ^ ((i >> 31) & 0x7FFFFFFF)
+
+    order = jnp.max(swap(jax.lax.bitcast_convert_type(x, jnp.int32)), axis=(2, 5))
+    return jax.lax.bitcast_convert_type(swap(order), jnp.float32)
 
 
 def _blocks(time: int) -> list[tuple[int, int]]:

@@ -25,8 +25,9 @@ from trace_jax.rollout.programs import Chunk, Programs, State, fit, length_bucke
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.slots import DECODING, FEEDING, IDLE, Group, Row, Slots
 
-# Prefill calls between two decoding calls while rows are being decoded: a long prompt must not hold them up.
-FEED_CALLS = 4
+# Prefill calls between two decoding calls: few while rows are in the middle of a turn, which a long prompt must not
+# hold up, more when none is, so that rows that start together are decoded together.
+FEED_CALLS, MOST_FEED_CALLS = 4, 64
 QUIT_SHARE = 8  # a decoding call ends when one row in so many has stopped: their places idle, their tools wait
 
 
@@ -186,6 +187,7 @@ class Lane:
     def _feed(self, group: Group) -> None:
         """Feeds what the group's rows have pending, in a bounded number of calls if some could be decoded meanwhile."""
         start, slots, calls = time.perf_counter(), self._slots, 0
+        most = FEED_CALLS if any(row.state == DECODING for row in slots.members(group)) else MOST_FEED_CALLS
         while feeding := [row for row in slots.members(group) if row.state == FEEDING]:
             self._copy(group, [row for row in feeding if row.source is not None])
             open_rows = [row for row in feeding if row.source is None]
@@ -199,8 +201,7 @@ class Lane:
                     self._feed_sources(feeding)
                     continue
                 break
-            decoding = sum(row.state == DECODING for row in slots.members(group))
-            if calls >= FEED_CALLS and decoding > len(pending):
+            if calls >= most:
                 break
             self._prefill(group, pending)
             calls += 1
