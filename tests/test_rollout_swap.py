@@ -1,6 +1,8 @@
 """New parameters in the middle of a collection: nothing is drained, versions and stale caches are accounted for."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -86,3 +88,33 @@ def test_a_copy_outlives_what_the_learner_donates(models):
         leaf.delete()
     after = live(engine, prompts_of(4), range(4), turns=1)
     assert [life.ids for life in after] == [life.ids for life in before]
+
+
+def test_collection_goes_on_in_the_background_while_a_learner_updates(models):
+    """One step ahead: a collection runs in a thread while its parameters are replaced, and the old ones deleted, as a
+    learner does that donates its state; every turn is labelled with a version that was set, oldest first."""
+    engine = Engine(models[0], SMALL, STOP, lanes=2)
+    first = threading.Event()
+
+    def generation():
+        return live(engine, prompts_of(32), range(32), turns=3, disorder=1, on_turn=lambda _: first.set())
+
+    with ThreadPoolExecutor(1) as background:
+        running = background.submit(generation)
+        assert first.wait(120)
+        for version in (1, 2, 3):
+            update = Transformer(POLICY, VOCABULARY, rngs=nnx.Rngs(version))
+            engine.set_params(params_of(update), version, copy=True)
+            for leaf in jax.tree.leaves(params_of(update)):
+                leaf.delete()
+        lives = running.result(timeout=300)
+    versions = [[turn.version for turn in life.turns] for life in lives]
+    assert all(row == sorted(row) for row in versions)
+    assert {0, 3} <= {v for row in versions for v in row} <= {0, 1, 2, 3}
+    newest = Transformer(POLICY, VOCABULARY, rngs=nnx.Rngs(3))
+    expected = teacher_forced(newest, lives)
+    last = [(r, life) for r, life in enumerate(lives) if life.turns[-1].version == 3 and not life.turns[-1].stale]
+    assert last
+    for r, life in last:
+        pairs = life.sampled[-len(life.turns[-1].ids) :]
+        np.testing.assert_allclose([x for _, x in pairs], [expected[r][p] for p, _ in pairs], atol=1e-5)
