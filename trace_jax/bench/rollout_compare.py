@@ -132,9 +132,14 @@ def reuse(repeats: int, decode_steps: int) -> dict[str, Any]:
         "seconds": {side: measure.spread([r[side] for r in rounds]) for side in engines},
         "prefill_tokens": fed,
         "prefill_tokens_expected": REUSE_SHAPE.fed(REUSE_ROWS, REUSE_ROWS),  # with the cache kept
-        "reuse_speedup": measure.spread([r["fed_anew"] / r["kept"] for r in rounds]),
+        "reuse_speedup": ratios([r["fed_anew"] / r["kept"] for r in rounds]),
         "compiles": compiles(engines["kept"], compiled),
     }
+
+
+def ratios(values: Sequence[float]) -> dict[str, float]:
+    """Median and extremes of the ratios of some rounds."""
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
 def occupancy(stats: Sequence[Any]) -> float:
@@ -152,7 +157,7 @@ def _config(rows: int, shape: Shape, decode_steps: int) -> RolloutConfig:
 
 
 def _ratios(rounds: Sequence[dict[str, float]], side: str) -> dict[str, float]:
-    return measure.spread([r[side] / r["engine"] for r in rounds])
+    return ratios([r[side] / r["engine"] for r in rounds])
 
 
 def _logits_difference(name: str, model: Transformer, peer: Peer) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from trace_jax.bench import measure
-from trace_jax.bench.rollout_compare import compiles, occupancy
+from trace_jax.bench.rollout_compare import compiles, occupancy, ratios
 from trace_jax.bench.rollout_drive import Shape, spent
 from trace_jax.config import RunConfig
 from trace_jax.environments.base import Observation, Reward, Task
@@ -159,7 +159,7 @@ def overlap(config: RunConfig, repeats: int) -> dict[str, Any]:
         "tools_alone_seconds": tools.tools_alone / repeats,  # in which nothing was sampled
         "seconds": seconds,
         "tokens_per_second": {name: sampled / times["median"] for name, times in seconds.items()},
-        "tool_overlap": measure.spread([r["instant"] / r["slow"] for r in rounds]),
+        "tool_overlap": ratios([r["instant"] / r["slow"] for r in rounds]),
         "occupancy": {name: occupancy(counts) for name, counts in seen.items()},
         "compiles": compiles(engine, compiled),
     }
