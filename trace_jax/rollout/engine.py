@@ -33,7 +33,7 @@ from trace_jax.rollout.programs import Programs, chunks, length_buckets
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.slots import Slots
 
-CPU_GROUP = 32  # slots decoded together on CPU, where a larger batch is no faster per row and idles more
+CPU_GROUP = 16  # slots decoded together on CPU, where a larger batch is no faster per row and idles more
 
 
 @dataclass

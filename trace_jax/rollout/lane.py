@@ -29,6 +29,8 @@ from trace_jax.rollout.slots import DECODING, FEEDING, IDLE, Group, Row, Slots
 # hold up, more when none is, so that rows that start together are decoded together.
 FEED_CALLS, MOST_FEED_CALLS = 4, 64
 QUIT_SHARE = 8  # a decoding call ends when one row in so many has stopped: their places idle, their tools wait
+PACE_SHARE = 0.2  # weight of the last decoding call in the running mean of their duration
+MOST_PATIENCE = 1.0  # seconds
 
 
 @dataclass
@@ -73,6 +75,11 @@ class Lane:
         self.weights: tuple[nnx.State, int] | None = None  # parameters on the lane's devices, and their version
         self._programs, self._policy, self._config = programs, policy, config
         self._slots, self._shapes, self._reuse = slots, shapes, reuse
+        # On a CPU the places of rows that wait cost as much as busy ones, and their tools need the same cores; on an
+        # accelerator they cost next to nothing, and waiting only wastes it.
+        self._patient = place.device.platform == "cpu"
+        self._pace = 0.0  # running mean of the seconds of a decoding call
+        self._heard = 0.0  # when the last order was done
         self._lengths = length_buckets(config.context, default_block())
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -140,21 +147,35 @@ class Lane:
 
     def _serve(self) -> None:
         try:
+            waiting_since = None
             while not self._stopping.is_set():
+                self._take_orders(None if self._fullest() is None else 0.0)
                 group = self._fullest()
-                self._take_orders(wait=group is None)
                 if group is None or self._stopping.is_set():
                     continue
+                now = time.perf_counter()
+                waiting_since = now if waiting_since is None else waiting_since
+                if self._worth_waiting(group):
+                    patience = min(self._heard + self._pace, waiting_since + MOST_PATIENCE) - now
+                    if patience > 0:
+                        self._take_orders(patience)
+                        continue
+                waiting_since = None
+                for other in self._slots.groups:
+                    other.passed_over = 0 if other is group else other.passed_over + 1
                 self._feed(group)
                 self._decode(group)
         except BaseException as error:  # the collecting thread raises it
             self._deliver(error)
 
-    def _take_orders(self, wait: bool) -> None:
+    def _take_orders(self, patience: float | None) -> None:
+        """Does what was ordered; waits so many seconds for a first order, or for ever (None)."""
         try:
-            while (order := self._orders.get(block=wait)) is not None:
+            order = self._orders.get(timeout=patience) if patience != 0.0 else self._orders.get_nowait()
+            while order is not None:
                 order()
-                wait = False
+                self._heard = time.perf_counter()
+                order = self._orders.get_nowait()
         except queue.Empty:
             return
 
@@ -163,16 +184,16 @@ class Lane:
         best, most = None, 0.0
         for group in self._slots.groups:
             ready = sum(row.state != IDLE for row in self._slots.members(group))
-            if ready == 0:
-                group.passed_over = 0
-                continue
             score = ready + group.passed_over * self._slots.size / 8
-            if score > most:
+            if ready and score > most:
                 best, most = group, score
-            group.passed_over += 1
-        if best is not None:
-            best.passed_over = 0
         return best
+
+    def _worth_waiting(self, group: Group) -> bool:
+        """Whether most of the group's rows are at their tools. As long as orders keep coming, at least one in the time
+        of a decoding call, more of them are worth waiting for."""
+        rows = self._slots.members(group)
+        return self._patient and 2 * sum(row.state == IDLE for row in rows) > len(rows)
 
     def _room(self, group: Group, wanted: int) -> None:
         """Allocates a group's cache, or lengthens it."""
@@ -315,7 +336,9 @@ class Lane:
         self.stats.decode_steps += int(steps)
         self.stats.slot_steps += int(steps) * slots.size
         self.stats.sampled_tokens += int(counts.sum())
-        self.stats.decode_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.stats.decode_seconds += seconds
+        self._pace += PACE_SHARE * (seconds - self._pace)
         for row, stop in ended:
             self._finish(row, stop)
 

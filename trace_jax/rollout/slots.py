@@ -40,7 +40,7 @@ class Group:
 
     index: int
     cache: KVCache | None = None
-    passed_over: int = 0  # decoding calls that other groups got while this one had something to do
+    passed_over: int = 0  # decoding calls that other groups got since this one had its last
 
 
 class Slots:
