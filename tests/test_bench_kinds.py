@@ -27,6 +27,8 @@ from trace_jax.policy.transformer import Transformer
 from trace_jax.simulator import stream
 from trace_jax.simulator.params import SimulatorParams
 
+pytestmark = pytest.mark.xdist_group("bench")  # each kind runs once
+
 TINY = RunConfig(
     simulator=SimulatorConfig(segments=24, batch=32),
     tokenizer=TokenizerConfig(vocab_size=300),

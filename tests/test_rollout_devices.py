@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.xdist_group("engine on devices")
 SCRIPT = Path(__file__).parent / "rollout_devices.py"
 
 

@@ -104,8 +104,8 @@ class RolloutConfig:
     decode_steps: int = 16  # tokens a row may be sampled before the host looks for rows that have stopped
     cache_dtype: str = "float32"
     stale_cache: str = "refill"  # new parameters in mid-trajectory: "refill" its cache at its next turn | "keep" it
-    # Threads. Several of a group may wait for one that asks the same, so more than cores; queries themselves run in about
-    # as many processes as there are cores.
+    # Threads. Several of a group may wait for one that asks the same, hence more than cores; the queries themselves run
+    # in about as many processes as there are cores.
     tool_workers: int = 8
     tool_queue_seconds: float = 120.0  # a tool call that waits longer for a worker ends its trajectory
     trajectory_seconds: float = 600.0  # wall-clock limit of one trajectory

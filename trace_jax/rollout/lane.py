@@ -2,7 +2,9 @@
 
 The thread alternates between prefill and decoding. It takes the group with the most rows that could be sampled, feeds
 what those rows have pending, decodes a few tokens, hands over the turns that ended, and looks for new orders. Rows that
-wait for a tool keep their slot and their cache and hold up nobody.
+wait for a tool keep their slot and their cache; a slow one holds up nobody. On a CPU, where idle places cost as much as
+busy ones, a group of which most rows are at their tools is left until more of them are back, as long as they keep
+coming.
 """
 
 from __future__ import annotations
@@ -134,8 +136,14 @@ class Lane:
     def release(self, name: int) -> None:
         """Frees a row's slot."""
         row = self._rows.pop(name, None)
-        if row is not None:
-            self._slots.remove(row)
+        if row is None:
+            return
+        self._slots.remove(row)
+        # The next row may need this very slot: those that wait to copy from it do so now.
+        for group in self._slots.groups:
+            waiting = [r for r in self._slots.members(group) if r.source is not None and r.source[0] == row.slot]
+            if waiting:
+                self._copy(group, waiting)
 
     def _ask(self, row: Row, limit: int) -> None:
         row.limit = min(limit, self._config.context - int(self._slots.length[row.slot]))
@@ -239,14 +247,15 @@ class Lane:
 
     def _feed_sources(self, waiting: Sequence[Row]) -> None:
         """Rows wait for a prefix that a row of another group is to be fed first."""
-        group = self._slots.group_of(next(row for row in waiting if row.source is not None).source[0])[0]
-        rows = [row for row in self._slots.members(group) if row.state == FEEDING and row.source is None]
-        rows = [row for row in rows if self._slots.left(row) > 0]
-        if rows:
-            self._prefill(group, rows)
-        else:  # their sources wait in turn; rather than follow the chain, feed them anew
-            for row in waiting:
-                row.source = None
+        for row in waiting:
+            if row.source is None:
+                continue
+            group = self._slots.group_of(row.source[0])[0]
+            rows = [r for r in self._slots.members(group) if r.state == FEEDING and r.source is None]
+            if rows := [r for r in rows if self._slots.left(r) > 0]:
+                self._prefill(group, rows)
+                return
+            row.source = None  # nobody there is about to be fed
 
     def _prefill(self, group: Group, pending: Sequence[Row]) -> None:
         """One call: the next chunk of some of the rows, those with the same chunk as the first."""
@@ -283,7 +292,7 @@ class Lane:
         width = self._shapes[-1].rows
         for index, rows in ready.items():
             source = slots.groups[index]
-            self._room(group, max(row.source[2] for row in rows))
+            self._room(group, max(row.source[1] for row in rows))
             for part in (rows[i : i + width] for i in range(0, len(rows), width)):
                 sources, targets = np.zeros(width, np.int32), np.full(width, slots.size, np.int32)
                 sources[: len(part)] = [row.source[0] % slots.size for row in part]
@@ -293,9 +302,9 @@ class Lane:
                 else:
                     group.cache = self._programs.copy_across(group.cache, source.cache, sources, targets)
             for row in rows:
-                slots.fed[row.slot] = row.source[2]
+                slots.fed[row.slot] = row.source[1]
                 slots.oldest[row.slot] = slots.oldest[row.source[0]]
-                self.stats.shared_tokens += row.source[2]
+                self.stats.shared_tokens += row.source[1]
                 row.source = None
 
     def _decode(self, group: Group) -> None:

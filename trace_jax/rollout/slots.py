@@ -28,7 +28,7 @@ class Row:
     prompt: int  # tokens of the prompt
     state: int = FEEDING
     limit: int = 0  # tokens that the turn may still get
-    source: tuple[int, int, int] | None = None  # slot, its stamp, tokens to copy from it once they are there
+    source: tuple[int, int] | None = None  # slot, and tokens to copy from it once they are there
     version: int | None = None  # oldest that drew a token of the turn
     stale: bool = False  # a token of the turn attended to keys of older parameters
     drawn: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]] = field(default_factory=list)  # ids, logprobs, kept
@@ -62,13 +62,13 @@ class Slots:
         self.fed = np.zeros(count, np.int64)
         self._prompt = np.zeros(count, np.int64)
         self.oldest = np.zeros(count, np.int64)  # policy version of the oldest keys and values in the cache
-        self._stamp = np.zeros(count, np.int64)  # changes when another row takes the slot
+        self._taken = np.zeros(count, np.int64)  # order in which slots were last taken
 
     def forget(self) -> None:
         """Empties every slot; nothing in a cache is used again."""
         self.rows = [None] * len(self.rows)
         self.length[:] = self.fed[:] = self._prompt[:] = 0
-        self._stamp += 1
+        self._taken[:] = 0
         for group in self.groups:
             group.cache, group.passed_over = None, 0
 
@@ -96,12 +96,14 @@ class Slots:
             slot, kept = other, min(common, int(self.fed[other]))
         row = Row(name, seed, slot, len(prompt), limit=limit)
         if common and not kept:
-            row.source = (other, int(self._stamp[other]), common)
+            before = self.rows[other].source
+            # A row that waits for a copy itself has nothing to copy from: both take it from the same place.
+            row.source = (before[0], common) if before is not None and before[1] >= common else (other, common)
         self.rows[slot] = row
         self.ids[slot, : len(prompt)] = prompt
         self.length[slot] = self._prompt[slot] = len(prompt)
         self.fed[slot], self.oldest[slot] = kept, version
-        self._stamp[slot] += 1
+        self._taken[slot] = self._taken.max() + 1
         return row, kept
 
     def remove(self, row: Row) -> None:
@@ -120,8 +122,12 @@ class Slots:
 
     def source_ready(self, row: Row) -> bool | None:
         """Whether what the row waits for can be copied; None when it will never come."""
-        slot, stamp, common = row.source
-        if self._stamp[slot] != stamp or self.oldest[slot] < self.oldest[row.slot]:
+        slot, common = row.source
+        # Another row may have taken the slot; it will do if it begins alike and was fed in the same pieces.
+        alike = self._prompt[slot] == row.prompt or common % self._widest == 0
+        if not alike or self.oldest[slot] < self.oldest[row.slot]:
+            return None
+        if not np.array_equal(self.ids[slot, :common], self.ids[row.slot, :common]):
             return None
         if self.fed[slot] >= common:
             return True
@@ -145,10 +151,12 @@ class Slots:
         return (best, int(shared[best])) if shared[best] > 0 else (None, 0)
 
     def _free(self) -> int:
-        """A free slot, in the fullest group that has one, so that the rows left at the end lie together."""
+        """A free slot that nobody waits to copy from, in the fullest group that has one, so that the rows left at the
+        end lie together; of these the one whose ids are the oldest."""
         used = [sum(row is not None for row in self.rows[g * self.size : (g + 1) * self.size]) for g in self._indices()]
+        wanted = {row.source[0] for row in self.rows if row is not None and row.source is not None}
         free = [slot for slot, row in enumerate(self.rows) if row is None]
-        return max(free, key=lambda slot: (used[slot // self.size], -int(self._stamp[slot]), -slot))
+        return max(free, key=lambda s: (s not in wanted, used[s // self.size], -int(self._taken[s]), -s))
 
     def _indices(self) -> range:
         return range(len(self.groups))
