@@ -24,7 +24,7 @@ from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.environments.ads.reward import grade
 from trace_jax.recipes import inspect, play_after
 from trace_jax.recipes.play_answer import Unclear, answer_text, cause_of
-from trace_jax.recipes.play_input import code_of, is_open, is_sql, lacks_from
+from trace_jax.recipes.play_input import begins_another, code_of, is_open, is_sql, is_unfinished
 from trace_jax.rollout.trajectory import Trajectory, write_parquet
 from trace_jax.simulator.causes import CAUSE_NAMES
 from trace_jax.simulator.vocabulary import ATTRIBUTES
@@ -76,15 +76,14 @@ def test_python(text):
 @pytest.mark.parametrize(
     ("lines", "goes_on"),
     [
-        (["select 1"], False),
-        (["select sum("], True),
-        (["select 'it''s'"], False),
-        (["select 'it"], True),
-        (["select a,"], True),
-        (["from t \\"], True),
-        (["select", "a from t"], True),
-        (["select", "a from t;"], False),
-        (["select * from t -- (("], False),
+        (["select 1"], True),
+        (["select 1;"], False),
+        (["select 1; -- done"], False),
+        (["select 1 -- done;"], True),
+        (["select 'it;"], False),  # the database will say what is wrong
+        (["select a", "from t"], True),
+        (["select a", "from t;"], False),
+        (["show tables"], True),
         (["x = [1"], True),
         (["x = [1", "]"], False),
         (["for i in x:"], True),
@@ -101,11 +100,45 @@ def test_entries_of_several_lines(lines, goes_on):
     assert is_open(lines) == goes_on
 
 
-def test_a_select_waits_for_its_from():
-    for text in ("select a", "SELECT sum(x) as from_here", "select 'from'"):
-        assert lacks_from(text)
-    for text in ("select a;", "select a from t", "select = 1", "from t", "with a as (select 1) select 1"):
-        assert not lacks_from(text)
+@pytest.mark.parametrize(
+    ("text", "line", "another"),
+    [
+        ("select a from t", "select 2", True),
+        ("select 1", "SELECT 2", True),
+        ("select 1", "from t", False),
+        ("select a from t", "from u", True),
+        ("select a from t", "where x", False),
+        ("select a from t", "show tables", True),
+        ("describe t", "select 1", True),
+        ("explain", "select 1", False),
+        ("with a as (select x from t)", "select x", False),
+        ("with a as (select x from t)", "from a", False),
+        ("with a as (select x from t) select x from a", "with b as (select 1)", True),
+        ("select a from t union all", "select b from u", False),
+        ("select a from t group by all", "select b from u", True),
+        ("select a from t where x in (", "select b from u", False),
+        ("select a from t where x = '", "select b from u", False),
+        ("select a from t -- (", "select b from u", True),
+        ("from t", "select a", False),
+        ("-- why", "select a", False),
+        ("select (", ".answer 1", True),
+        ("select 1", "quit", True),
+        ("select 1", "# note", True),
+        ("select 1", '{"decision": {}}', True),
+        ("select 1", ".5 + 1", False),
+        ("select 'a'", ".upper()", False),
+        ("x = [", "select 1", False),
+    ],
+)
+def test_where_sql_ends_without_a_semicolon(text, line, another):
+    assert begins_another([text], line) == another
+
+
+def test_sql_that_something_must_follow():
+    for text in ("select sum(", "select 'it", "select a,", "from t \\", "select a from", "select 1 union all"):
+        assert is_unfinished(text)
+    for text in ("select 'it''s'", "select * from t -- ((", "select a from t group by all", "select 1"):
+        assert not is_unfinished(text)
 
 
 def test_sql_becomes_the_agents_call():
@@ -124,6 +157,9 @@ def test_sql_becomes_the_agents_call():
         ("2", "BUDGET_CAP", ()),
         ("creative fatigue device = mobile, geo:usa", "CREATIVE_FATIGUE", (("device", "MOBILE"), ("geo", "US"))),
         ("ad_q MOBILE and top-of-search", "AD_QUALITY_DROP", (("device", "MOBILE"), ("placement", "TOP_OF_SEARCH"))),
+        ("AD_QUALITY_DROP in device=DESKTOP", "AD_QUALITY_DROP", (("device", "DESKTOP"),)),
+        ("ad quality desktop", "AD_QUALITY_DROP", (("device", "DESKTOP"),)),
+        ("creative fatigue in device=MOBILE & geo=US", "CREATIVE_FATIGUE", (("device", "MOBILE"), ("geo", "US"))),
         ("COMPETITIVE_PRESSURE geo=JP", "COMPETITIVE_PRESSURE", (("geo", "JP"),)),
     ],
 )
@@ -141,6 +177,7 @@ def test_answers_are_in_the_agents_form(text, cause, driver):
         ("device=MOBILE", "the cause comes first"),
         ("CREATIVE_FATIGUE devic=MOBILE", "did you mean device?"),
         ("CREATIVE_FATIGUE device=MOBIL", "did you mean MOBILE?"),
+        ("ad foo", "I read the cause as AD_QUALITY_DROP; 'foo' is no value of a segment"),
         ("CREATIVE_FATIGUE geo=XX", "one of US, UK, DE, JP"),
         ("CREATIVE_FATIGUE dsktop", "did you mean DESKTOP?"),
         ("CREATIVE_FATIGUE US UK", "two different ones"),
@@ -196,10 +233,10 @@ def test_graded_as_the_agent_is(typed, index, line, reward):
 def test_calls_are_the_tools_own(typed, tmp_path):
     """Every entry gives what the same code gives an agent; Python's variables are kept."""
     entries = [
-        "select geo, sum(clicks) from segment_daily group by geo order by geo",
+        "select geo, sum(clicks) from segment_daily group by geo order by geo;",
         "rows = sql('select clicks from segment_daily')",
         "sum([r['clicks'] for r in rows])",
-        "select nothing from segment_daily",
+        "select nothing from segment_daily;",
         "1 / 0",
     ]
     several = ["total = 0", "for r in rows:", "    total += r['clicks']", "print(total)", ""]
@@ -220,6 +257,22 @@ def test_calls_are_the_tools_own(typed, tmp_path):
     clicks = str(int(fake_set(5).batch.clicks[0].sum()))
     assert steps[2]["text"] == steps[6]["text"] == clicks and steps[7]["text"] == "40"
     assert [s["status"] for s in steps[3:5]] == ["error", "error"]
+
+
+def test_sql_of_several_lines_in_a_pipe(typed, tmp_path):
+    """An empty line, a semicolon, another query, a command and the end of the input end it."""
+    out = tmp_path / "t.json"
+    first = ["select geo, sum(clicks) from segment_daily", "where geo = 'US'", "group by geo"]
+    others = [["select 1"], ["with a as (", "select 2", "", "from segment_daily", "select count(*);"]]
+    rest = [*first, "", *first, *others[0], "x = 1", ".history", *first]
+    status, _, _ = typed(*rest, argv=["--out", out])
+    entries = [s["entry"] for s in json.loads(out.read_text())["steps"]]
+    whole = "\n".join(first)
+    assert status == 0 and entries == [whole, whole, "select 1\nx = 1", whole]
+    typed(*others[1], *first, ".tables", argv=["--out", out])
+    steps = json.loads(out.read_text())["steps"]
+    assert [s["entry"] for s in steps] == ["with a as (\nselect 2", "from segment_daily\nselect count(*);", whole]
+    assert [s["status"] for s in steps] == ["error", "ok", "ok"] and steps[1]["text"].endswith("40")
 
 
 def test_commands(typed):
@@ -449,13 +502,13 @@ def test_a_signal_stops_the_query_and_a_second_one_leaves(tmp_path):
     with Started("--out", out) as play:
         play.type("x = 41", "x + 1")
         play.see("\n42\n")
-        play.type(ENDLESS)
+        play.type(f"{ENDLESS};")
         time.sleep(1.0)
         begun = time.monotonic()
         play.process.send_signal(signal.SIGINT)
         play.see("cancelled")
         assert time.monotonic() - begun < 10
-        play.type("x + 2", "select 40 + 4 as n")
+        play.type("x + 2", "select 40 + 4 as n;")
         play.see("44\n")
         play.process.send_signal(signal.SIGINT)
         play.see("cancelled")
@@ -480,7 +533,7 @@ def test_at_a_terminal():
     """Prompts, the missing slice asked for, and Ctrl-C typed during a query, during Python and at a prompt."""
     with Started(terminal=True) as play:
         assert "\x1b[" in play.see("1> ")  # styled
-        for endless in (ENDLESS, "while True: pass"):
+        for endless in (f"{ENDLESS};", "while True: pass"):
             play.type(endless)
             play.see(endless[-10:])  # its echo
             time.sleep(1.0)
@@ -490,14 +543,20 @@ def test_at_a_terminal():
             play.see("1> ")
         os.write(play.write, b"half a line\x03")
         play.see("cancelled")
-        play.type("select count(*) as rows", "from segment_daily", "")  # no FROM in the first line: it waits
-        assert ".. from" in play.see("2> ")
-        play.type("select 5 * 5", "select 6 * 6;")  # no FROM in the second either: two calls
+        play.type("select count(*) as rows from segment_daily", "where true", "")
+        assert ".. where" in play.see("2> ")
+        play.type("select 5 * 5", "select 6 * 6;")  # no one query: two calls
         shown = play.see("4> ")
         assert "25" in shown and shown.index("25") < shown.index("36")
         if _pastes():
             os.write(play.write, b"\x1b[200~select geo\nfrom segment_daily\ngroup by 1\x1b[201~\r")
             assert "JP" in play.see("5> ")  # one call
+            pasted = b"select 7 * 7\nselect 8 * 8\nfrom segment_daily limit 1;\n.history"
+            os.write(play.write, b"\x1b[200~" + pasted + b"\x1b[201~\r")
+            play.see("status")  # two calls and a command
+            play.see("7> ")
+            play.type("select 9 * 9", "")  # waits again
+            assert ".. " in play.see("81")
         play.type("x = [1,")
         play.see(".. ")
         play.type("2]", "x")

@@ -37,8 +37,11 @@ from trace_jax.warehouse.splits import EpisodeRecord, EpisodeSet
 
 GENERATOR = "trace-jax play"  # in every transcript
 HELP = (
-    ("SQL or Python", "a line runs as the agent's tool call: SQL as sql(...), else Python, whose variables are kept"),
-    ("", "an open bracket, string or block or a final \\ goes on in the next line; an empty line or ; ends it"),
+    ("SQL", "runs as the agent's call sql(...); SQL ends with ; or an empty line"),
+    ("", "it also ends where a command follows, or outside brackets a line that begins with WITH, DESCRIBE, SHOW or"),
+    ("", "SUMMARIZE, or with SELECT or FROM if it has that already; before Python it needs its ;"),
+    ("Python", "a line runs as the agent's call, and variables are kept; it goes on in the next line after an open"),
+    ("", "bracket, string or block or a final \\, until an empty line"),
     (".tables", "the tables and what a row of each is"),
     (".schema [TABLE]", "columns and types"),
     (".causes", "the causes and how each shows"),
@@ -196,7 +199,9 @@ class Session:
         self._screen.prose(self._task.user, "bold")
         self._screen.say()
         self._screen.prose(
-            "Type SQL or Python. `.answer CAUSE [dimension=value ...]` ends and grades; .help lists the rest.\n"
+            "Type SQL or Python. SQL ends with ; or an empty line. `.answer CAUSE [dimension=value ...]` ends and "
+            "grades; .help lists the rest.\n"
+            "Compare with the sibling campaigns first: market moves hit all of them.\n"
             f"The agent has {turns} turns (calls and the answer), {limits.tool_seconds:g} s a call, and reads "
             f"{limits.tool_characters} characters of each result."
         )
@@ -277,7 +282,9 @@ class Session:
             return
         code = steps[self.hints][0]
         query = play_after.query_of(code)
-        self._screen.say(f"{play_after.step_in_words(query)}\n{query}", "cyan")
+        words = play_after.step_in_words(query)
+        scale = " (z: standard errors; below -4 or above 4 is loud)" if " z of " in f" {words}" else ""
+        self._screen.say(f"{words}{scale}\n{query}", "cyan")
         self._call(".hint", code, hint=True)
         self.hints += 1
 
@@ -329,10 +336,8 @@ class Session:
         lines = play_after.grade_lines(self.answer, self.reward, environment, record.cause)
         self._screen.say("\n".join(lines), "bold green" if self.reward.info["full_right"] else "bold red")
         hints = f", {self.hints} of them the analyst's" if self.hints else ""
-        calls = f"{len(self.calls)} call{'' if len(self.calls) == 1 else 's'}{hints}"
-        self._screen.say(
-            f"effort      {calls}; {len(self.calls) + 1} turns, the agent has {self._config.rollout.max_turns}"
-        )
+        calls, turns = _count(len(self.calls), "call"), _count(len(self.calls) + 1, "turn")
+        self._screen.say(f"effort      {calls}{hints}; {turns}, the agent has {self._config.rollout.max_turns}")
         self._screen.say("\n".join(play_after.truth_lines(record, self.title, self._task.user)))
         self._screen.say()
         self._screen.say("\n".join(play_after.analyst_lines(self._analyst, self._episode.grade(self._analyst.answer))))
@@ -365,6 +370,10 @@ class Session:
             "question": self._task.user,
             "steps": [asdict(call) for call in self.calls],
         } | self.summary()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _is_answer(entry: str) -> bool:

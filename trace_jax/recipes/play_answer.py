@@ -35,9 +35,16 @@ def answer_text(typed: str) -> str:
     words = re.sub(r"\s*([=:])\s*", r"\1", typed).split()
     if re.search("[=:]", words[0]):
         raise Unclear(f"the cause comes first: .answer CAUSE {words[0]}")
-    # Both "creative fatigue" and CREATIVE_FATIGUE.
-    count = next((n for n in (3, 2) if normalise_cause(" ".join(words[:n])) is not None), 1)
-    cause, pairs = cause_of(" ".join(words[:count])), slice_of(" ".join(words[count:]))
+    # Both "creative fatigue" and CREATIVE_FATIGUE, whole or begun.
+    count = next((n for n in (3, 2) if len(words) >= n and _begun(" ".join(words[:n]))), 1)
+    cause = cause_of(" ".join(words[:count]))
+    rest = words[count:]
+    if rest and rest[0].lower() == "in":  # as the grade says it
+        del rest[0]
+    try:
+        pairs = slice_of(" ".join(rest))
+    except Unclear as unclear:
+        raise Unclear(f"I read the cause as {cause}; {unclear}") from None
     if pairs and cause not in SEGMENT_CAUSES:
         raise Unclear(f"an answer of {cause} names no slice: .answer {cause}")
     return format_answer(cause, pairs)
@@ -52,14 +59,20 @@ def cause_of(typed: str) -> str:
     typed = typed.strip()
     if typed.isdecimal() and 1 <= int(typed[:4]) <= len(CAUSE_NAMES):
         return CAUSE_NAMES[int(typed) - 1]
-    if (found := normalise_cause(typed)) is not None:
-        return found
-    upper = re.sub(r"[\s-]+", "_", typed).upper()
-    begun = [name for name in CAUSE_NAMES if name.startswith(upper)]
+    begun = _begun(typed)
     if len(begun) == 1:
         return begun[0]
+    upper = re.sub(r"[\s-]+", "_", typed).upper()
     meant = nearest(upper, CAUSE_NAMES)
     raise Unclear(f"no cause {typed}: " + _mend(begun, meant, ".causes lists them"))
+
+
+def _begun(typed: str) -> list[str]:
+    """The causes whose name begins like this; the one that it names."""
+    if (found := normalise_cause(typed)) is not None:
+        return [found]
+    upper = re.sub(r"[\s-]+", "_", typed.strip()).upper()
+    return [name for name in CAUSE_NAMES if name.startswith(upper)]
 
 
 def slice_of(typed: str) -> list[Pair]:
@@ -84,7 +97,9 @@ def pair_of(typed: str) -> Pair:
             if (pair := normalise_pair(name, typed)) is not None:
                 return pair
         every = [v for values in ATTRIBUTES.values() for v in values]
-        raise Unclear(f"no value {typed}: " + _mend([], nearest(typed.upper(), every), ".slices lists them"))
+        raise Unclear(
+            f"'{typed}' is no value of a segment: " + _mend([], nearest(typed.upper(), every), ".slices lists them")
+        )
     if (pair := normalise_pair(dimension, value)) is not None:
         return pair
     name = next((a for a in ATTRIBUTES if normalise_pair(dimension, ATTRIBUTES[a][0])), None)

@@ -16,10 +16,15 @@ _STATEMENT = re.compile(
     re.IGNORECASE,
 )
 _IMPORT = re.compile(r"from\s+[\w.]+\s+import\b")
-_QUOTED = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|--[^\n]*|/\*.*?\*/", re.DOTALL)
+_COMMENT = re.compile(r"('(?:[^']|'')*'|\"(?:[^\"]|\"\")*\")|--[^\n]*|/\*.*?\*/", re.DOTALL)
 _DANGLING = re.compile(
-    r"(?:,|\b(?:select|from|where|and|or|by|join|on|with|as|union|having|when|then|else|case|using|not|in|between|limit))"
-    r"\s*\Z",
+    r"(?:[,\\]|\b(?:select|from|where|and|or|by|join|on|with|as|union|except|intersect|having|when|then|else|case|using|not"
+    r"|in|between|limit|explain|describe|summarize|(?:union|except|intersect)\s+all|union\s+(?:all\s+)?by\s+name))\s*\Z",
+    re.IGNORECASE,
+)
+# What is no line of a query: a command of `play` or another name of one, a note, an answer, an import.
+_NO_SQL = re.compile(
+    r"\.[a-z]+(?![\w(])|\.\s*\Z|(?:quit|exit|help|\?)\s*\Z|#\s|\{\s*\"(?:decision|root_cause)\"|from\s+[\w.]+\s+import\b",
     re.IGNORECASE,
 )
 
@@ -35,26 +40,46 @@ def is_sql(text: str) -> bool:
 
 
 def is_open(lines: Sequence[str]) -> bool:
-    """Whether an entry goes on in the next line: an open bracket, string or block, or a backslash at its end."""
+    """Whether an entry goes on in the next line. SQL does until a `;` at the end of a line, Python while there is an
+    open bracket, string or block, or a backslash at its end."""
     text = "\n".join(lines)
-    return _sql_open(text, len(lines)) if is_sql(text) else _python_open(text, len(lines))
+    return not _bare(text).endswith(";") if is_sql(text) else _python_open(text, len(lines))
 
 
-def _sql_open(text: str, lines: int) -> bool:
-    bare = _QUOTED.sub("''", text).rstrip()
-    if bare.endswith(";"):
+def begins_another(lines: Sequence[str], line: str) -> bool:
+    """Whether a line is none of the SQL entry before it: no SQL at all, or the beginning of another query.
+
+    SELECT and FROM begin another query if this one has them already, WITH, DESCRIBE, SHOW and SUMMARIZE always; within
+    brackets and quotes, and after words like UNION that something must follow, nothing does.
+    """
+    text = "\n".join(lines)
+    if not is_sql(text):
         return False
+    line = line.strip()
+    if _NO_SQL.match(line):
+        return True
+    if is_unfinished(text) or not is_sql(line):
+        return False
+    word = re.split(r"\W", line, maxsplit=1)[0].lower()
+    outside = _bare(text).lower()
+    while (inner := re.sub(r"\([^()]*\)", " ", outside)) != outside:
+        outside = inner
+    if word in ("select", "from"):
+        return bool(re.search(rf"\b{word}\b", outside) or re.match(r"\s*(?:describe|show|summarize)\b", outside))
+    return word in ("with", "describe", "show", "summarize") and bool(outside.strip())
+
+
+def is_unfinished(text: str) -> bool:
+    """Whether something must follow this SQL: in an open bracket or string, or after a word like WHERE."""
+    bare = _bare(text)
     unclosed = sum(bare.count(c) for c in "([{") > sum(bare.count(c) for c in ")]}")
     quoted = any(mark in bare.replace("''", "") for mark in ("'", '"', "/*"))
-    # Once it has a second line nothing but `;` or an empty line can tell its end.
-    return lines > 1 or unclosed or quoted or text.rstrip().endswith("\\") or bool(_DANGLING.search(bare))
+    return unclosed or quoted or bool(_DANGLING.search(bare))
 
 
-def lacks_from(text: str) -> bool:
-    """Whether this is a SELECT that no FROM has followed yet, nor a semicolon."""
-    bare = _QUOTED.sub("''", text).rstrip()
-    begins = bool(re.match(r"select\b", bare, re.IGNORECASE)) and is_sql(text)
-    return begins and not bare.endswith(";") and not re.search(r"\bfrom\b", bare, re.IGNORECASE)
+def _bare(text: str) -> str:
+    """SQL without comments and without what stands in quotes."""
+    return _COMMENT.sub(lambda found: "''" if found[1] else " ", text).rstrip()
 
 
 def _python_open(text: str, lines: int) -> bool:

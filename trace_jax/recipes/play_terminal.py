@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trace_jax.recipes.play_input import in_text, is_open, lacks_from
+from trace_jax.recipes.play_input import begins_another, in_text, is_open, is_sql, is_unfinished
 
 
 class Reader:
@@ -26,7 +26,8 @@ class Reader:
     def __init__(self, words: Sequence[str]):
         self.interactive = bool(sys.stdin and sys.stdin.isatty())
         self._words = sorted(words)
-        self._ahead: list[str | None] = []  # read, but not yet taken
+        self._ahead: list[str] = []  # lines that were read, but not yet taken; the last comes first
+        self._pasted = False  # whether they were pasted
         if self.interactive:
             with contextlib.suppress(ImportError):  # not everywhere
                 self._edit()
@@ -62,26 +63,39 @@ class Reader:
         return line.rstrip("\r\n") if line else None
 
     def entry(self, prompt: str) -> str | None:
-        """One entry: a line, or several while it is open (`is_open`) and no empty line ends it. None at the end."""
-        first = self.line(prompt)
+        """One entry: a line, or several while it is open (`is_open`). None at the end of the input.
+
+        An empty line ends it, and of SQL a line that begins something else. Pasted SQL ends with what was pasted,
+        unless something must follow.
+        """
+        self._pasted = self._pasted and bool(self._ahead)
+        first = self._of_paste(self.line(prompt))
         if first is None:
             return None
         text = first.strip()
         if not text or text.startswith("#") or re.match(r"\.\D|\.\Z", text):
             return text
         lines, indent = [text], len(first) - len(first.lstrip())
-        # People end a line before FROM. Of a pipe the next line is not waited for: its writer may wait for this one.
-        waits = self.interactive and "\n" not in text and lacks_from(text)
-        while waits or is_open(lines):
-            line = self.line("." * (len(prompt) - 1) + " ")
+        while is_open(lines):
+            if self._pasted and not self._ahead and is_sql(text) and not is_unfinished("\n".join(lines)):
+                break
+            line = self._of_paste(self.line("." * (len(prompt) - 1) + " "), inside=True)
             if line is None or (not line.strip() and not in_text(lines)):
                 break
-            if waits and not re.match(r"\s|,|\)|from\b", line, re.IGNORECASE):
+            if begins_another(lines, line):
                 self._ahead.append(line)
                 break
-            waits = False
             lines.append(line[indent:] if not line[:indent].strip() else line)
         return "\n".join(lines)
+
+    def _of_paste(self, text: str | None, inside: bool = False) -> str | None:
+        """The first line of several that were pasted, if they begin with SQL or go on with it; others stay together."""
+        if text is None or "\n" not in text or not (inside or is_sql(text) or text.lstrip().startswith(".")):
+            return text
+        first, *rest = text.split("\n")
+        self._ahead += rest[::-1]
+        self._pasted = True
+        return first
 
 
 class Screen:
