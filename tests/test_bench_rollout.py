@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from trace_jax import cli
-from trace_jax.bench import rollout, rollout_compare, rollout_drive, rollout_peer, rollout_tools
+from trace_jax.bench import rollout, rollout_compare, rollout_drive, rollout_peer, rollout_tools, text
 from trace_jax.bench.rollout_drive import Shape
 from trace_jax.bench.rollout_loop import BareLoop
 from trace_jax.config import ConfigError, PolicyConfig, RolloutConfig
@@ -86,6 +86,21 @@ def bench(capsys, *words):
     assert cli.main(["bench", "rollout", "--json", "--repeats", "1", *TINY, *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     return json.loads(lines[-1]), "\n".join(lines[:-1])
+
+
+def test_the_target_of_the_overlap_is_for_many_slots():
+    details = {"nano": {"tokens_per_second": {"engine": 1.0, "bare_loop_1": 1.0}, "bare_loop_programs": 1}}
+    headline = {"vs_transformers": None, "vs_bare_loop": {"nano": 0.9}, "reuse_speedup": 3.0, "tool_overlap": 0.5}
+    headline |= {"occupancy": {}, "compiles": {}}
+    for slots, targets in ((127, [0.8, 2.0, None]), (128, [0.8, 2.0, 0.85])):
+        rows = rollout._table(headline, details, slots)
+        assert [row.get("target") for row in rows] == targets and rows[-1]["slots"] == slots
+
+
+def test_a_warning_is_the_first_line():
+    result = {"kind": "rollout", "machine": dict.fromkeys(("processor", "cores", "devices", "device"), "x")}
+    result |= {"sizes": {}, "floor": {}, "measured": {}, "share": {}, "warning": "others"}
+    assert text(result).splitlines() == ["warning: others", "rollout on x, x cores, x x x"]
 
 
 def test_every_figure_is_there_and_what_was_counted_is_what_was_expected(monkeypatch, capsys, fake):

@@ -22,7 +22,7 @@ def run(kind: str, config: RunConfig, *, repeats: int = 5, peers: str | Path | N
     Returns:
         JSON-able: `kind`, `repeats`, `machine`, `sizes` (what was run), `floor` (measured limits of the machine),
         `measured` (rates), `share` (measured over floor, between 0 and about 1). "sim" and "rollout"
-        add their headline figures at the top level and a `table`.
+        add their headline figures at the top level and a `table`; a `note` and a `warning`, if any, are for people.
 
     Raises:
         ConfigError: unknown kind, no repetition, or peers of a kind that has none.
@@ -44,7 +44,8 @@ def run(kind: str, config: RunConfig, *, repeats: int = 5, peers: str | Path | N
 def text(result: dict[str, Any]) -> str:
     """A result for people: one line a figure, shares in percent."""
     where = result["machine"]
-    lines = [
+    lines = [f"warning: {result['warning']}"] if "warning" in result else []
+    lines += [
         f"{result['kind']} on {where['processor']}, {where['cores']} cores, {where['devices']} x {where['device']}"
     ]
     for section in ("sizes", "floor", "measured"):
