@@ -123,6 +123,15 @@ def _report(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     return {"report": str(page)}
 
 
+_BENCHES = {
+    "sim": "episodes a second of the simulator and of its oracle",
+    "tools": "loading of episodes and calls of the agent's tool, against bare DuckDB",
+    "rollout": "the sampling engine beside other samplers; takes about 5 minutes, whatever the configuration",
+    "learner": "tokens a second of a training step",
+}
+_LATEST = "latest is GRPO's policy if the run has one, else SFT's (default: latest)"
+_STYLE = "wording of the question: full sentences, or the short one a nano policy reads (default: full)"
+_SPLIT = "which episodes: train, validation or the held-out test (default: test)"
 SPLITS = ("train", "validation", "test")
 COMMANDS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
     "simulate": ("make verified episodes: Parquet data sets and a manifest", _simulate),
@@ -183,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
             p.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default: docs")
             p.add_argument("--episodes", type=int, default=1200, metavar="N", help="proposals at each setting")
         if name == "inspect":
-            p.add_argument("--split", default="test", choices=SPLITS)
+            p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
             p.add_argument("--index", type=int, metavar="I", help="position in the split, from 0 (default: 0)")
             p.add_argument("--cause", metavar="NAME", help="a proposal of this cause instead, accepted or not")
             p.add_argument("--dimensions", type=int, metavar="D", help="attributes in the proposal's slice: 0, 1 or 2")
@@ -191,29 +200,34 @@ def _parser() -> argparse.ArgumentParser:
             p.add_argument("--out", type=Path, metavar="FILE", help="also write one self-contained HTML page")
             p.add_argument("--tables", action="store_true", help="also print the first rows of every table")
         if name == "play":
-            p.add_argument("--split", default="test", choices=SPLITS)
+            p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
             p.add_argument("--index", type=int, metavar="I", help="position in the split, from 0 (default: drawn)")
             p.add_argument("--seed", type=int, metavar="S", help="draws the episode (default: another one every time)")
-            p.add_argument("--style", dest="environment_prompt", choices=("full", "compact"), help="default: full")
+            p.add_argument("--style", dest="environment_prompt", choices=("full", "compact"), help=_STYLE)
             p.add_argument("--out", type=Path, metavar="FILE", help="also keep the transcript, as JSON")
             p.add_argument("--run-dir", type=Path, metavar="DIR", help="a run whose policy's answers are shown, too")
         if name == "eval":
-            p.add_argument("--split", default="test", choices=SPLITS)
-            p.add_argument("--agent", default="latest", choices=("latest", "grpo", "sft", "untrained", "analyst"))
+            p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
+            agents = ("latest", "grpo", "sft", "untrained", "analyst")
+            whose = f"whom to score: a stage of the run, the untrained policy or the scripted analyst; {_LATEST}"
+            p.add_argument("--agent", default="latest", choices=agents, help=whose)
         if name == "bench":
-            p.add_argument("kind", choices=("sim", "tools", "rollout", "learner"), metavar="KIND")
+            p.formatter_class = argparse.RawDescriptionHelpFormatter
+            p.description = f"{text}\n\nKIND is one of\n" + "".join(f"  {k:9s}{t}\n" for k, t in _BENCHES.items())
+            p.add_argument("kind", choices=tuple(_BENCHES), metavar="KIND", help=", ".join(_BENCHES))
             p.add_argument(
-                "--repeats", type=int, default=5, help="timed repetitions; medians are reported (default: 5)"
+                "--repeats", type=int, default=5, metavar="N", help="timed rounds; medians are reported (default: 5)"
             )
             p.add_argument(
                 "--peers",
                 metavar="PYTHON",
-                help="for rollout: an interpreter with torch and transformers to compare with (default: this one)",
+                help="only for rollout: an interpreter with torch and transformers to compare with (default: this one)",
             )
         if name == "report":
             p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run directory")
         if name == "export":
-            p.add_argument("--stage", default="latest", choices=("latest", "grpo", "sft"))
+            stage = f"whose policy to write; {_LATEST}"
+            p.add_argument("--stage", default="latest", choices=("latest", "grpo", "sft"), help=stage)
             p.add_argument("--out", type=Path, metavar="DIR", help="default: <run directory>/export")
     return parser
 
