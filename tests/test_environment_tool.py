@@ -312,6 +312,16 @@ def test_large_variables_are_dropped_with_a_word(database, monkeypatch):
     assert tool.run("x").text.startswith("error: NameError")
 
 
+@pytest.mark.parametrize("code", ["t = 'b' * 20_000_000", "s = 'a'\ns = [s * 1_000_000 for _ in range(40)]\nlen(s)"])
+def test_variables_that_cannot_even_be_copied_are_the_agents_mistake(database, code):
+    """Not a failure of the tool, which would take the trajectory out of its group's baseline."""
+    tool = PythonTool(database)
+    tool.run("y = 1")
+    seen = tool.run(code)
+    assert (seen.error, seen.status) == (True, "error") and "dropped" in seen.text
+    assert tool.run("y").text == "1"
+
+
 def test_many_episodes_share_few_workers(database):
     """More tools in use at once than there are worker processes, from several threads."""
     kept = [PythonTool(database, seconds=30) for _ in range(24)]

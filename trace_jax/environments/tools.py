@@ -105,7 +105,7 @@ class PythonTool:
         printed = _Printed(self._characters)
         helpers = not self._has_helpers and python_helpers.mentioned(code)
         problem: monty.MontyError | None = None
-        value, state = None, None
+        value, state, too_large = None, None, False
         with self._session() as session:
             if self._state is not None and not self._restore(session):
                 return _error("the variables of the last call could not be restored; try again", "tool_failure")
@@ -120,10 +120,15 @@ class PythonTool:
             late = sql.left <= 0 or (problem is not None and "time limit exceeded" in str(problem))
             spent = problem is not None and str(problem).startswith("MemoryError")
             if not late and not spent:  # a session that was stopped half-way must not be used again
-                state = session.dump()
+                try:
+                    state = session.dump()
+                except monty.MontyRuntimeError as error:  # a copy of the variables beside them is too much
+                    if _OUT_OF_MEMORY not in str(error):
+                        raise
+                    too_large = True
         if late:
             return self._timeout()
-        dropped = state is not None and not self._loadable(state)
+        dropped = too_large or (state is not None and not self._loadable(state))
         if state is not None and not dropped:
             self._older, self._state, self._sql_is_ours = self._state, state, None
             self._has_helpers = self._has_helpers or helpers

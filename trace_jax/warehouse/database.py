@@ -189,9 +189,19 @@ class _Shared:
         start = asked = time.monotonic()
         lasting = False
         try:
-            with self._loaded_worker() as worker:
-                asked = time.monotonic()
-                outcome = worker.ask("query", self._key, sql, left, seconds=left + grace(seconds))
+            for attempt in range(2):
+                try:
+                    with self._loaded_worker() as worker:
+                        now = time.monotonic()
+                        asked = asked if attempt else now
+                        rest = max(left - (now - asked), 0.0)
+                        outcome = worker.ask("query", self._key, sql, rest, seconds=rest + grace(seconds))
+                    break
+                except processes.WorkerLost:
+                    # Something else may have killed the worker (the kernel, short of memory): the answer must not
+                    # depend on that. If another one dies of the same query, the query did it.
+                    if attempt:
+                        raise
             result, lasting = self._outcome(sql, seconds, outcome)
         except processes.WorkerStuck:
             result = _stopped(seconds)
