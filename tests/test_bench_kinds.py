@@ -150,7 +150,7 @@ def test_the_floor_writes_what_the_simulator_writes():
 def test_unknown_kind_and_no_repeats_are_one_clear_line():
     with pytest.raises(ConfigError, match="sim, tools, rollout, learner"):
         bench.run("probes", TINY)
-    with pytest.raises(ConfigError, match="at least 1"):
+    with pytest.raises(ConfigError, match="between 1 and 1000"):
         bench.run("sim", TINY, repeats=0)
     short = dataclasses.replace(TINY, rollout=dataclasses.replace(TINY.rollout, context=45))
     with pytest.raises(ConfigError, match="rollout.context 45"):

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.config_rules import shown
 
+MOST_REPEATS = 1000
 KINDS = ("sim", "tools", "rollout", "learner")
 
 
@@ -29,8 +31,8 @@ def run(kind: str, config: RunConfig, *, repeats: int = 5, peers: str | Path | N
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown benchmark {kind!r}: choose one of {', '.join(KINDS)}")
-    if repeats < 1:
-        raise ConfigError(f"--repeats {repeats}: at least 1")
+    if not 1 <= repeats <= MOST_REPEATS:
+        raise ConfigError(f"--repeats {shown(repeats)}: use between 1 and {MOST_REPEATS}")
     if peers is not None and kind != "rollout":
         raise ConfigError(f"bench {kind} is compared to no other program: leave --peers out")
     from trace_jax.bench import measure

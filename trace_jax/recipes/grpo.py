@@ -71,6 +71,13 @@ def train(work: Workspace) -> dict[str, float | None]:
                 raise
             if validation:
                 run.log(VALIDATION, step, validation)
+            lost = figures["status/timed_out"] + figures["status/tool_failure"]
+            if lost >= 0.5:
+                work.progress.note(
+                    f"grpo step {step + 1}: {lost:.0%} of the trajectories ran out of time or lost their tool and "
+                    "teach nothing; raise rollout.trajectory_seconds or rollout.tool_queue_seconds, or see tools/* in "
+                    "metrics.jsonl"
+                )
             with writing(path := run.trajectories(STAGE, step + 1)):
                 write_parquet(path, trajectories, step + 1)
             state, last = _update(learner, state, trajectories, config, reference, work.config.rollout.top_k)

@@ -128,6 +128,9 @@ def _check_out(out: Path) -> None:
         if out.exists() and not (out.is_file() and GENERATOR.encode() in out.read_bytes()[:100]):
             raise ConfigError(f"--out {out} exists and is no transcript of {GENERATOR}: choose another file")
         out.parent.mkdir(parents=True, exist_ok=True)
+        trial = out.with_name(out.name + ".partial")  # what the transcript is written to first
+        trial.touch()
+        trial.unlink()
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"cannot write {out}: no permission in {out.parent}; choose another --out")
 
