@@ -150,9 +150,7 @@ def test_nothing_that_reads_text_fails(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", TARGETS)
-def test_nothing_that_reads_text_fails_at_length(name, seed, request):
-    if "slow" not in request.config.getoption("markexpr"):
-        pytest.skip("run with -m slow")
+def test_nothing_that_reads_text_fails_at_length(name, seed):
     _check(name, 10 * ROUNDS, seed)
 
 

@@ -73,10 +73,8 @@ def _objects() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("rows", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_ten_collections_leave_nothing_behind(rows, request):
+def test_ten_collections_leave_nothing_behind(rows):
     """10,000 trajectories in ten collections (100,000 with `-m slow`): memory, threads and open files stay."""
-    if rows > 1000 and "slow" not in request.config.getoption("markexpr"):
-        pytest.skip("takes minutes; run with -m slow")
     held, objects = _held(), []
     for number in range(10):
         _collection(rows, number)
