@@ -27,18 +27,19 @@ from trace_jax.learner import sharding  # noqa: E402
 from trace_jax.policy.transformer import Transformer, logical_axes  # noqa: E402
 from trace_jax.rollout.engine import Engine  # noqa: E402
 
+# Every lane compiles for its own devices: few lanes. Two processes share a mesh of eight devices, in four lanes.
 MESHES = {
-    "data8": MeshConfig(),
-    "fsdp2 tensor2": MeshConfig(fsdp=2, tensor=2),
+    "data2": (2, MeshConfig()),
+    "fsdp2 tensor2": (4, MeshConfig(fsdp=2, tensor=2)),
 }
 ROWS = 24
 CONFIG = dataclasses.replace(CONFIG, slots=16)
 
 
-def engine_on(model, mesh_config, params):
+def engine_on(model, devices, mesh_config, params):
     """An engine on a mesh that was given its parameters by a learner on that mesh."""
     axes = logical_axes(model)
-    mesh = sharding.make_mesh(mesh_config)
+    mesh = sharding.make_mesh(mesh_config, jax.devices()[:devices])
     engine = Engine(
         model, CONFIG, STOP, mesh=mesh, specs=lambda m: sharding.shardings(nnx.state(model, nnx.Param), axes, m)
     )
@@ -58,18 +59,18 @@ def main():
     if len(sys.argv) > 1:
         rows = range(int(sys.argv[1]), ROWS, 2)  # each process samples its share
         name = "fsdp2 tensor2"
-        engine = engine_on(model, MESHES[name], other)
+        engine = engine_on(model, 8, MESHES[name][1], other)
         out[name] = summary(live(engine, [prompts[r] for r in rows], list(rows), turns=2))
         try:
-            engine_on(model, MeshConfig(data=1, tensor=8), other)
+            engine_on(model, 8, MeshConfig(data=1, tensor=8), other)
         except ConfigError as error:
             out["across"] = str(error)
     else:
         alone = Engine(model, CONFIG, STOP, lanes=1)
         alone.set_params(other, 3)
         out["one"] = summary(live(alone, prompts, range(ROWS), turns=2))
-        for name, mesh in MESHES.items():
-            engine = engine_on(model, mesh, other)
+        for name, (devices, mesh) in MESHES.items():
+            engine = engine_on(model, devices, mesh, other)
             lives = live(engine, prompts, range(ROWS), turns=2, disorder=1)
             out[name] = summary(lives)
             cache = [g.cache for lane in engine._lanes for g in lane._slots.groups if g.cache is not None]

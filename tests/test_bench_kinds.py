@@ -72,7 +72,8 @@ def test_every_kind_reports_floor_measured_and_share(kind):
     json.dumps(result, allow_nan=False)
     assert result["kind"] == kind and result["machine"]["versions"]["jax"]
     sections = {"kind", "repeats", "machine", "sizes", "floor", "measured", "share"}
-    assert set(result) == sections | ADDED.get(kind, set())
+    # A busy machine adds its warning.
+    assert set(result) - {"warning"} == sections | ADDED.get(kind, set())
     shown = bench.text(result)
     assert kind in shown and " %" in shown and "seconds" in shown
     rates = [v for v in result["measured"].values() if isinstance(v, float)]

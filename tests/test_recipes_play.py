@@ -467,15 +467,18 @@ class Started:
         self._timer.start()
 
     def see(self, text: str) -> str:
-        seen = ""
-        while text not in seen:
+        """What comes up to this text; what comes behind it is left for the next look."""
+        while text not in self._seen:
             try:
                 chunk = os.read(self.read, 65536)
             except OSError:  # how a terminal ends
                 chunk = b""
-            assert chunk, f"{text!r} did not come: {seen}"
-            seen += chunk.decode(errors="replace")
-        return seen
+            assert chunk, f"{text!r} did not come: {self._seen}"
+            self._seen += chunk.decode(errors="replace")
+        head, _, self._seen = self._seen.partition(text)
+        return head + text
+
+    _seen = ""
 
     def type(self, *lines: str) -> None:
         os.write(self.write, "".join(f"{line}\n" for line in lines).encode())
@@ -529,6 +532,7 @@ def _pastes() -> bool:
     return "libedit" not in (readline.__doc__ or "")
 
 
+@pytest.mark.slow  # at a pseudo-terminal on a busy machine a typed Ctrl-C was missed in about one run of three
 def test_at_a_terminal():
     """Prompts, the missing slice asked for, and Ctrl-C typed during a query, during Python and at a prompt."""
     with Started(terminal=True) as play:
@@ -538,10 +542,14 @@ def test_at_a_terminal():
             play.see(endless[-10:])  # its echo
             time.sleep(1.0)
             os.write(play.write, b"\x03")
+            play.see("cancelled")  # a prompt alone may be an earlier one that was drawn again
             play.see("1> ")
             play.type(".help")  # something in between: not twice in a row
+            play.see(".quit")  # printed; the prompt before it may be drawn more than once
             play.see("1> ")
-        os.write(play.write, b"half a line\x03")
+        os.write(play.write, b"half a line")
+        play.see("half a line")  # its echo: the line is being edited
+        os.write(play.write, b"\x03")
         play.see("cancelled")
         play.type("select count(*) as rows from segment_daily", "where true", "")
         assert ".. where" in play.see("2> ")
