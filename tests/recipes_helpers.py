@@ -70,7 +70,7 @@ def compile_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def smoke(compile_cache):
+def finished_smoke(compile_cache):
     """(run directory, stdout) of `trace-jax train --config configs/smoke.yaml --json`, uninterrupted."""
     run, out = compile_cache.parent / "smoke", compile_cache.parent / "smoke.out"
     with open(compile_cache.parent / "smoke.lock", "w") as lock:
@@ -82,3 +82,12 @@ def smoke(compile_cache):
             assert process.returncode == 0, stderr
             out.write_text(json.dumps({"stdout": stdout, "seconds": time.monotonic() - begun}))
     return run, json.loads(out.read_text())
+
+
+@pytest.fixture
+def smoke(finished_smoke, tmp_path):
+    """The finished run in a copy of the test's own: test processes share the original, and commands lock a run."""
+    run, done = finished_smoke
+    copy = tmp_path / "smoke"
+    shutil.copytree(run, copy)
+    return copy, done

@@ -10,7 +10,17 @@ import time
 
 import jax
 import numpy as np
-from recipes_helpers import CONFIG, compile_cache, reached, records, smoke, start, unfinished_copy, wait_until
+from recipes_helpers import (
+    CONFIG,
+    compile_cache,
+    finished_smoke,
+    reached,
+    records,
+    smoke,
+    start,
+    unfinished_copy,
+    wait_until,
+)
 
 from trace_jax import cli
 from trace_jax.learner.checkpoint import CheckpointStore
@@ -20,7 +30,7 @@ from trace_jax.report import html
 from trace_jax.rollout.trajectory import read_parquet
 from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES
 
-__all__ = ["compile_cache", "smoke"]  # fixtures
+__all__ = ["compile_cache", "finished_smoke", "smoke"]  # fixtures
 
 KEYS = {"cause_at_1", "full_attr_at_1", "full_attr_at_5", "jaccard", "no_signal", "parsed", "tool_calls"}
 

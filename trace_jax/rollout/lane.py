@@ -240,10 +240,14 @@ class Lane:
 
     def _refresh(self, row: Row) -> None:
         """Before a turn: drops what older parameters put into the row's cache, unless it is to be kept."""
-        slots, version = self._slots, self.weights[1]
-        if self._config.stale_cache == "refill" and slots.fed[row.slot] and slots.oldest[row.slot] < version:
-            self.stats.refilled_tokens += int(slots.fed[row.slot])
-            slots.fed[row.slot] = 0
+        if self._stale(row, self.weights[1]):
+            self.stats.refilled_tokens += int(self._slots.fed[row.slot])
+            self._slots.fed[row.slot] = 0
+
+    def _stale(self, row: Row, version: int) -> bool:
+        """Whether the row's cache holds what parameters older than `version` put there, and is not to be kept."""
+        slots = self._slots
+        return self._config.stale_cache == "refill" and slots.fed[row.slot] > 0 and slots.oldest[row.slot] < version
 
     def _feed_sources(self, waiting: Sequence[Row]) -> None:
         """Rows wait for a prefix that a row of another group is to be fed first."""
@@ -310,6 +314,11 @@ class Lane:
     def _decode(self, group: Group) -> None:
         """A few tokens of every row of the group that is ready."""
         slots, start = self._slots, time.perf_counter()
+        params, version = self.weights
+        for row in slots.members(group):
+            # Parameters may have come since the row was fed; a turn that has not begun is fed anew.
+            if row.state == DECODING and not row.drawn and self._stale(row, version):
+                row.state = FEEDING
         rows = [row for row in slots.members(group) if row.state == DECODING]
         if not rows:
             return
@@ -322,7 +331,6 @@ class Lane:
         state.position[at], state.left[at] = fed, [row.limit for row in rows]
         seeds = np.zeros((slots.size, 2), np.uint32)
         seeds[at] = [row.seed for row in rows]
-        params, version = self.weights
         going = len(rows) - max(1, len(rows) // QUIT_SHARE)
         group.cache, *results = self._programs.decode(
             params, group.cache, state, seeds, going, self._sampling, self.place.heads
