@@ -128,10 +128,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Shapes of learner micro-batches."""
+    """Shapes of learner micro-batches. `row_length` x `rows` tokens are the budget of each."""
 
     row_length: int = 512  # packed rows are this long
     rows: int = 16  # rows in one micro-batch
+    # Shorter rows for shorter sequences, with more of them to a micro-batch; attention costs less there. One program
+    # is compiled for each length.
+    buckets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,15 +158,40 @@ class GRPOConfig:
     prompts: int = 32
     group: int = 8
     iterations: int = 1  # optimizer steps per batch of trajectories
-    objective: str = "grpo"  # "grpo" | "dr_grpo" | "dapo"
+    # "grpo" | "dr_grpo" | "dapo" | "gspo" | "gspo_token" | "cispo"; the other fields must agree with what it fixes
+    objective: str = "grpo"
     advantage_std: bool = True  # divide by the group's population standard deviation
+    baseline: str = "mean"  # "mean" | "leave_one_out": of the group's rewards, with or without the trajectory's own
+    # A member that crashed or timed out: "survivors" form the group | "drop_group" leaves the whole group out
+    lost_members: str = "survivors"
+    # Groups whose members all have one reward: "count" in the mean (their gradient is zero) | "drop" them | "resample"
+    # other prompts in their place
+    constant_groups: str = "count"
+    resample_limit: int = 3  # further collections a step; what is still missing then stays out
     clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.28
+    dual_clip: float = 0.0  # bound of ratio x |A| where A < 0, e.g. 3; 0: none
+    # The denominator of the ratio: log-probs of the "behaviour" policy as sampled | of the "learner" before the update
+    old_policy: str = "behaviour"
+    # What makes up for the difference between sampler and learner when `old_policy` is "learner": "none" | "truncate"
+    # the weight exp(learner - sampler) at `correction_high` | "mask_tokens" | "mask_sequences" whose weight (of a
+    # sequence: the geometric mean of its tokens') is outside [correction_low, correction_high]
+    correction: str = "none"
+    correction_low: float = 0.5
+    correction_high: float = 2.0
     aggregation: str = "token_mean"  # "token_mean" | "seq_mean_token_mean" | "seq_mean_token_sum" | "seq_sum_constant"
     aggregation_constant: float = 512.0  # divisor of "seq_sum_constant" (Dr.GRPO)
     mask_truncated: bool = False  # trajectories cut off by a limit give no gradient (overlong filter)
-    kl_coefficient: float = 0.0  # k3 to the policy at the start of the stage
+    overlong_buffer: int = 0  # tokens before `rollout.context` in which the reward falls by up to `overlong_penalty`
+    overlong_penalty: float = 1.0
+    kl_coefficient: float = 0.0  # to the policy at the start of the stage
+    kl_estimator: str = "k3"  # "k1" | "k2" | "k3"
     entropy_coefficient: float = 0.0
+    # 0: sample, then learn. n: step k samples with the parameters of n steps before, while the steps between are still
+    # being learned from
+    staleness: int = 0
+    # New parameters reach a collection that is under way: "between" collections (exactly repeatable) | "in_flight"
+    weight_sync: str = "between"
     no_signal_share: float = 0.0  # extra share of no-signal prompts on top of the split's own composition
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-4, warmup_steps=5, weight_decay=0.0)
@@ -172,6 +200,7 @@ class GRPOConfig:
     validate_every: int = 20
     validation_episodes: int = 64
     save_every: int = 10
+    keep_best: int = 1  # checkpoints kept for their validation reward, beside the newest
 
 
 @dataclass(frozen=True)
@@ -195,6 +224,9 @@ class MeshConfig:
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1
+    # Devices set aside for sampling (the last ones of every process): learning has the others. 0: both use all.
+    rollout_devices: int = 0
+    rollout_tensor: int = 1  # sampling devices that share the heads of a row
 
 
 @dataclass(frozen=True)
@@ -214,6 +246,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     keep_checkpoints: int = 3
+    save_in_background: bool = True  # training goes on while a checkpoint is written
 
     def replace(self, **changes) -> RunConfig:
         """A copy with fields changed."""

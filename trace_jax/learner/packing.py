@@ -54,6 +54,7 @@ class LearnerBatch:
         segments: number of the sequence in its row, from 1; 0 is padding.
         loss_mask: tokens that are trained on.
         advantages, old_logprobs, weights: per token, see `Sequence`.
+        behaviour_logprobs: as sampled. `old_logprobs` are the same until `Learner.with_old` puts the learner's there.
         reference_logprobs: of the policy that the KL penalty pulls to; 0 when there is none.
         kept: see `Sequence`; None when no sampler left anything out, which costs nothing.
     """
@@ -65,6 +66,7 @@ class LearnerBatch:
     advantages: Float[Array, "rows time"]
     old_logprobs: Float[Array, "rows time"]
     weights: Float[Array, "rows time"]
+    behaviour_logprobs: Float[Array, "rows time"]
     reference_logprobs: Float[Array, "rows time"]
     kept: Int[Array, "rows time k"] | None = None
 
@@ -134,7 +136,7 @@ def pack(sequences: Seq[Sequence], row_length: int, rows: int, top_k: int = 0) -
         whole.segments[at] = segments_in_row[row]
         whole.loss_mask[at] = s.loss_mask
         whole.advantages[at] = s.advantages
-        whole.old_logprobs[at] = s.old_logprobs
+        whole.old_logprobs[at] = whole.behaviour_logprobs[at] = s.old_logprobs
         whole.weights[at] = s.weight
         if s.kept is not None:
             whole.kept[at][:, : s.kept.shape[1]] = s.kept

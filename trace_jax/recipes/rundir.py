@@ -76,6 +76,7 @@ FIRST_USED = {
     "name": "",
     "seed": "sft",
     "keep_checkpoints": "",
+    "save_in_background": "",
     "simulator": "teacher",
     "environment": "teacher",
     "environment.reward_attr": "grpo",
@@ -97,6 +98,7 @@ FIRST_USED = {
     "rollout.tool_workers": "",
     "grpo": "grpo",
     "grpo.save_every": "",
+    "grpo.keep_best": "",
     "evaluation": "grpo",
 }
 
