@@ -199,6 +199,7 @@ class GRPOConfig:
     microbatch: BatchConfig = field(default_factory=BatchConfig)
     validate_every: int = 20
     validation_episodes: int = 64
+    validation_samples: int = 1  # of each, drawn as `evaluation` says
     save_every: int = 10
     keep_best: int = 1  # checkpoints kept for their validation reward, beside the newest
 

@@ -122,6 +122,7 @@ RANGES: dict[str, tuple[Any, float]] = {
     "grpo.microbatch.rows": (1, 65536),
     "grpo.validate_every": (1, _COUNT),
     "grpo.validation_episodes": (0, _COUNT),
+    "grpo.validation_samples": (1, 10**4),
     "grpo.save_every": (1, _COUNT),
     "grpo.keep_best": (0, 1000),
     "evaluation.samples": (1, 10**4),

@@ -64,10 +64,20 @@ def stored_config(path: Path) -> RunConfig:
         node: Any = data
         for part in name.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
-        if node is None:
+        if node is None and not name.startswith(ADDED):
             raise ConfigError(f"{file} is damaged (`{name}` is missing): {mend}")
     return config
 
+
+# Fields that runs of earlier versions lack; they did what the defaults say.
+ADDED = (
+    *(f"rollout.{n}" for n in ("top_k", "top_p", "min_p", "decode_steps", "stale_cache", "tool_queue_seconds")),
+    *(f"evaluation.{n}" for n in ("top_k", "top_p", "min_p")),
+    *(f"grpo.{n}" for n in ("baseline", "lost_members", "constant_groups", "resample_limit", "dual_clip")),
+    *(f"grpo.{n}" for n in ("old_policy", "correction", "overlong", "kl_estimator", "staleness", "weight_sync")),
+    *("grpo.validation_samples", "grpo.keep_best", "grpo.microbatch.buckets", "sft.microbatch.buckets"),
+    *("mesh.rollout", "save_in_background"),
+)
 
 # What may still change when a run is continued: the stage that first uses a field, "" for fields that have no effect
 # on results. The longest matching name counts.
@@ -96,6 +106,8 @@ FIRST_USED = {
     "rollout.max_turns": "sft",
     "rollout.max_turn_tokens": "sft",
     "rollout.tool_workers": "",
+    "mesh.rollout_devices": "grpo",
+    "mesh.rollout_tensor": "grpo",
     "grpo": "grpo",
     "grpo.save_every": "",
     "grpo.keep_best": "",

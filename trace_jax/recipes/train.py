@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.learner import objectives, sharding
+from trace_jax.learner import objectives
+from trace_jax.learner.roles import role_meshes
 from trace_jax.recipes import assess, export, grpo, sft, teacher
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.progress import Progress
@@ -64,7 +65,7 @@ def check(config: RunConfig) -> None:
         ConfigError: contradicting GRPO fields, a mesh that does not fit the devices, rows that do not split over it.
     """
     objectives.validate(config.grpo)
-    mesh = sharding.make_mesh(config.mesh)
+    mesh, _ = role_meshes(config.mesh)
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     for stage in (config.sft, config.grpo):
         if stage.microbatch.rows % ways:

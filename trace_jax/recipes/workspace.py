@@ -14,6 +14,7 @@ from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.learner import sharding
 from trace_jax.learner.checkpoint import CheckpointStore
 from trace_jax.learner.objectives import Objective
+from trace_jax.learner.roles import role_meshes
 from trace_jax.learner.step import Learner, Params, transformer_logprobs
 from trace_jax.policy.chat import CONTROL, NanoChat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
@@ -81,9 +82,13 @@ class Workspace:
         return nnx.state(self.model, nnx.Param)
 
     @cached_property
+    def _meshes(self) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+        return role_meshes(self.config.mesh)
+
+    @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The device mesh of the configuration."""
-        return sharding.make_mesh(self.config.mesh)
+        """The learner's devices."""
+        return self._meshes[0]
 
     def learner(self, objective: Objective, optimizer: Any, total_steps: int, sampling: Sampling) -> Learner:
         """A learner for the policy, of trajectories that are sampled so.
@@ -97,7 +102,10 @@ class Workspace:
 
     def store(self, stage: str) -> CheckpointStore:
         """The checkpoints of a stage."""
-        return CheckpointStore(str(self.run.checkpoints(stage)), self.config.keep_checkpoints)
+        return CheckpointStore(
+            str(self.run.checkpoints(stage)),
+            self.config.keep_checkpoints,
+        )
 
     def is_finished(self, stage: str) -> bool:
         """Whether a stage has made its last step (its checkpoints say how many there are)."""
@@ -156,12 +164,12 @@ class Workspace:
 
     @cached_property
     def engine(self) -> Engine:
-        """The sampling engine on the mesh; give it parameters with `set_params`."""
+        """The sampling engine on its devices; give it parameters with `set_params`."""
         axes = logical_axes(self.model)
         return Engine(
             self.model,
             self.config.rollout,
             self.chat.stop_id,
-            mesh=self.mesh,
+            mesh=self._meshes[1],
             specs=lambda mesh: sharding.shardings(self.initial_params, axes, mesh),
         )
