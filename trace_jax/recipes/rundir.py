@@ -3,6 +3,8 @@
 config.yaml        the resolved configuration
 metrics.jsonl      one JSON object a line: stage, step, seconds, and the stage's figures
 tensorboard/       the same figures as events, when tensorboardX is installed
+wandb/             what W&B keeps here, with --track wandb
+profile/           the trace of --profile, for xprof
 data/              teacher set (kept so that a resumed run does not repeat it)
 tokenizer.model    sentencepiece model
 checkpoints/       sft/, grpo/: the newest `keep_checkpoints` of each
@@ -29,6 +31,8 @@ from typing import Any
 
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.recipes import tracking
+from trace_jax.recipes.tracking import TensorBoard, Tracker
 
 
 def default_path(config: RunConfig) -> Path:
@@ -126,7 +130,8 @@ class RunDirectory:
 
     def __init__(self, path: Path, config: RunConfig, *, lock: bool = True):
         self.path, self.config = Path(path), config
-        self._metrics = self._events = self._lock = None
+        self._metrics = self._lock = None
+        self._trackers: list[Tracker] | None = None  # None: TensorBoard's writer is made with the first record
         self._start = time.monotonic()
         if not lock:
             return
@@ -202,8 +207,8 @@ class RunDirectory:
             # Nothing is lost: every record was already written and synced by `log`.
             with contextlib.suppress(OSError):
                 self._metrics.close()
-        if self._events is not None:
-            self._events.close()
+        for tracker in self._trackers or ():
+            tracker.close(failed=bool(exc and exc[0]))
         if self._lock is not None:
             self._lock.close()
 
@@ -249,13 +254,23 @@ class RunDirectory:
         with writing(path):
             if self._metrics is None:
                 self._metrics = open(path, "a", encoding="utf-8")  # noqa: SIM115
-                self._events = self._events or _event_writer(self.path / "tensorboard")
             self._metrics.write(json.dumps(record) + "\n")
             self._metrics.flush()
-        if self._events is not None:
-            for name, value in record.items():
-                if isinstance(value, (int, float)) and name not in ("step", "stage"):
-                    self._events.add_scalar(f"{stage}/{name}", value, step)
+        numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
+        for tracker in self._writers():
+            tracker.add(stage, step, numbers)
+
+    def track(self, service: str | None) -> None:
+        """Also sends what is logged from now on to a service of `--track`. ConfigError: it cannot be used."""
+        tracking.require(service)
+        if service is not None:
+            self._writers().append(tracking.WandB(self.path, self.config))
+
+    def _writers(self) -> list[Tracker]:
+        if self._trackers is None:
+            events = TensorBoard.open(self.path / "tensorboard")
+            self._trackers = [] if events is None else [events]
+        return self._trackers
 
     def truncate(self, stage: str, step: int) -> None:
         """Drops the records of `stage` above `step`, which a resumed run will write again. A last line cut short by a
@@ -294,12 +309,3 @@ def _jsonable(value: Any) -> Any:
         return value
     value = value.item() if hasattr(value, "item") else float(value)
     return value if not isinstance(value, float) or math.isfinite(value) else None
-
-
-def _event_writer(path: Path):
-    """A TensorBoard writer, or None without tensorboardX (extra `track`)."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(path))

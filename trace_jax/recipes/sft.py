@@ -6,7 +6,8 @@ from trace_jax.config import ConfigError
 from trace_jax.learner.checkpoint import restore_state, save_state
 from trace_jax.learner.objectives import sft_objective
 from trace_jax.learner.packing import Sequence, pack
-from trace_jax.recipes import schedule, teacher
+from trace_jax.recipes import phases, schedule, teacher
+from trace_jax.recipes.profile import Profiler
 from trace_jax.recipes.teacher import Lesson
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.sampling import Sampling
@@ -14,8 +15,12 @@ from trace_jax.rollout.sampling import Sampling
 STAGE = "sft"
 
 
-def train(work: Workspace, lessons: list[Lesson]) -> dict[str, float]:
-    """Runs SFT to its end from wherever the run stands; returns the last step's metrics (empty if it was done)."""
+def train(work: Workspace, lessons: list[Lesson], profile: int = 0) -> dict[str, float]:
+    """Runs SFT to its end from wherever the run stands; returns the last step's metrics (empty if it was done).
+
+    Args:
+        profile: training steps to trace into `profile/` of the run directory.
+    """
     config = work.config.sft
     encoded, left_out = teacher.encode(lessons, work.chat, work.config)
     if left_out:
@@ -31,15 +36,24 @@ def train(work: Workspace, lessons: list[Lesson]) -> dict[str, float]:
     start, metrics = int(state.step), {}
     work.run.truncate(STAGE, start)
     work.interrupt.check()
-    with work.progress.bar(STAGE, steps, start) as bar:
+    timer, vocabulary = phases.PhaseTimer(), work.chat.tokenizer.vocab_size
+    bar = work.progress.bar(STAGE, steps, start)
+    with bar as bar, Profiler(work.run.path / "profile", profile) as profiler:
         for step in range(start, steps):
-            chosen = schedule.sft_batch(work.config.seed, step, config.batch, len(items))
-            micro = pack([items[i] for i in chosen], config.microbatch.row_length, config.microbatch.rows)
-            state, metrics = learner.step(state, micro)
-            done = step + 1
+            profiler.step(step)
+            chosen = [items[i] for i in schedule.sft_batch(work.config.seed, step, config.batch, len(items))]
+            micro = pack(chosen, config.microbatch.row_length, config.microbatch.rows)
+            with timer.phase("learn"):
+                state, metrics = learner.step(state, micro)
+            done, spent = step + 1, timer.take()
+            speed = phases.throughput(
+                spent["seconds/learn"], [len(s) for s in chosen], 1, work.config.policy, vocabulary, learner.mesh.size
+            )
+            metrics = metrics | spent | speed | phases.memory()
             work.run.log(STAGE, done, metrics)
             bar.update(done, loss=metrics["loss"], entropy=metrics["entropy"])
             if done % config.save_every == 0 or done == steps or work.interrupt.requested:
-                save_state(store, state, {"total_steps": steps})
+                with timer.phase("save"):  # counted in the next record: figures are written before their checkpoint
+                    save_state(store, state, {"total_steps": steps})
             work.interrupt.check()
     return metrics

@@ -14,7 +14,7 @@ from typing import Any
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.learner import objectives
 from trace_jax.learner.roles import role_meshes
-from trace_jax.recipes import assess, export, grpo, sft, teacher
+from trace_jax.recipes import assess, export, grpo, sft, teacher, tracking
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, writing
@@ -23,7 +23,14 @@ from trace_jax.report import html
 
 
 def command(
-    name: str, run_dir: Path | None, config: RunConfig, *, resume: bool, source: Path | None = None
+    name: str,
+    run_dir: Path | None,
+    config: RunConfig,
+    *,
+    resume: bool,
+    source: Path | None = None,
+    profile: int = 0,
+    track: str | None = None,
 ) -> dict[str, Any]:
     """Runs `train`, `sft` or `grpo` in a run directory.
 
@@ -31,6 +38,8 @@ def command(
         config: of the run; of a continued one only fields that no stage has used yet may have changed.
         resume: continue the run in `run_dir`.
         source: for `grpo`: start a new run from the SFT policy of this one.
+        profile: training steps of each stage to trace (`recipes.profile`).
+        track: where figures go beside the run directory, one of `tracking.SERVICES`.
 
     Returns:
         What `--json` prints: the final agent's results for `train`, else the stage's last metrics.
@@ -40,17 +49,19 @@ def command(
         Interrupted: a signal arrived; everything is saved.
     """
     check(config)
+    tracking.require(track)
     continues = resume or (name == "grpo" and source is None)
     run = RunDirectory.open(run_dir, config) if continues else RunDirectory.create(run_dir, config)
     with run, Interrupt() as interrupt:
         work = Workspace(run, Progress(), interrupt)
         work.progress.note(f"run directory: {run.path}")
+        run.track(track)
         try:
             if source is not None and not resume:
                 _adopt(source, run)
             if name == "train":
-                return _train(work)
-            metrics = _sft(work) if name == "sft" else grpo.train(work)
+                return _train(work, profile)
+            metrics = _sft(work, profile) if name == "sft" else grpo.train(work)
             print(f"{name} finished: {run.path}")
             return {"stage": name, "run_dir": str(run.path), **metrics}
         except Interrupted as stop:
@@ -76,18 +87,18 @@ def check(config: RunConfig) -> None:
             )
 
 
-def _sft(work: Workspace) -> dict[str, float]:
+def _sft(work: Workspace, profile: int = 0) -> dict[str, float]:
     if work.is_finished("sft"):  # whatever became of the teacher's files
         return {}
     lessons = teacher.build(work.run, work.progress, work.interrupt)
     work.interrupt.check()
     work.train_tokenizer(lessons)
     work.interrupt.check()
-    return sft.train(work, lessons)
+    return sft.train(work, lessons, profile)
 
 
-def _train(work: Workspace) -> dict[str, Any]:
-    _sft(work)
+def _train(work: Workspace, profile: int = 0) -> dict[str, Any]:
+    _sft(work, profile)
     for agent in ("untrained", "analyst", "sft"):
         final = assess.evaluate(work, agent)
     if work.config.grpo.steps:
