@@ -1,16 +1,14 @@
-"""Group advantages and the way from trajectories to sequences."""
+"""Group advantages."""
 
-import itertools
+import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trace_jax.config import ConfigError, GRPOConfig
 from trace_jax.learner.advantages import group_advantages
-from trace_jax.learner.credit import grpo_sequences, sft_sequence
-from trace_jax.rollout.trajectory import Trajectory
 
 
 def test_baseline_counts_every_episode_once():
@@ -27,6 +25,74 @@ def test_baseline_counts_every_episode_once():
                 assert value == expected[group, sample]
 
 
+def brute_force(rows, divide_std, baseline, drop_constant, lost_members, members):
+    """(advantage, kept) of each row (group, sample, reward, crashed), from its definition, in rationals."""
+    answer = []
+    for group, sample, reward, _ in rows:
+        episodes = {s for g, s, _, _ in rows if g == group}
+        dead = {s for g, s, _, c in rows if g == group and c}
+        survivors = {s: Fraction(r) for g, s, r, _ in rows if g == group and s not in dead}
+        lost = dead or (members is not None and len(episodes) < members)
+        constant = len(set(survivors.values())) < 2
+        if sample in dead or len(survivors) < 2 or (lost and lost_members == "drop_group"):
+            answer.append((0.0, False))
+        elif constant:
+            answer.append((0.0, not drop_constant))
+        else:
+            over = [r for s, r in survivors.items() if baseline == "mean" or s != sample]
+            mean = sum(survivors.values()) / len(survivors)
+            deviation = math.sqrt(sum((r - mean) ** 2 for r in survivors.values()) / len(survivors))
+            advantage = float(Fraction(reward) - sum(over) / len(over))
+            answer.append((advantage / deviation if divide_std else advantage, True))
+    return answer
+
+
+@st.composite
+def deliveries(draw):
+    """Rows of a few groups, some per turn, out of order; some episodes crashed, which only one of their rows says."""
+    rows, size = [], draw(st.integers(1, 5))
+    for group in range(draw(st.integers(1, 4))):
+        for sample in range(draw(st.integers(1, size))):
+            reward = draw(st.sampled_from([0.0, 0.05, 0.375, 0.7, 1.0]) | st.integers(0, 1000).map(lambda n: n / 1000))
+            turns, crashed = draw(st.integers(1, 3)), draw(st.integers(0, 4)) == 0
+            rows += [(f"task {group}", sample, reward, crashed and turn == 0) for turn in range(turns)]
+    return draw(st.permutations(rows)), size
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    deliveries(),
+    st.booleans(),
+    st.sampled_from(["mean", "leave_one_out"]),
+    st.booleans(),
+    st.sampled_from(["survivors", "drop_group"]),
+    st.booleans(),
+)
+def test_equal_to_the_definition(delivery, divide_std, baseline, drop_constant, lost_members, sized):
+    """Case 6 of trainer, generally: against rational arithmetic from the definition, for every declared policy."""
+    rows, size = delivery
+    members = size if sized else None
+    groups, samples, rewards, crashed = zip(*rows, strict=True)
+    got = group_advantages(
+        rewards, groups, samples, divide_std=divide_std, baseline=baseline, drop_constant=drop_constant,
+        lost_members=lost_members, members=members, crashed=crashed,
+    )  # fmt: skip
+    expected = brute_force(rows, divide_std, baseline, drop_constant, lost_members, members)
+    np.testing.assert_allclose(got.values, [v for v, _ in expected], rtol=1e-6, atol=0)
+    assert got.kept.tolist() == [k for _, k in expected]
+    episodes = {(g, s) for g, s, _, _ in rows}
+    dead = {(g, s) for g, s, _, c in rows if c}
+    assert got.metrics["episodes"] == len(episodes) and got.metrics["crashed_episodes"] == len(dead)
+    assert got.metrics["missing_episodes"] == (len(set(groups)) * size - len(episodes) if sized else 0)
+    kept_all = brute_force(rows, divide_std, baseline, False, lost_members, members)
+    alive = {g for g, (_, k) in zip(groups, kept_all, strict=True) if k}
+    assert got.metrics["groups"] - got.metrics["dropped_groups"] == len(alive)
+    varied = {g for g, (v, _) in zip(groups, kept_all, strict=True) if v}
+    assert got.metrics["constant_groups"] == pytest.approx(1 - len(varied) / len(alive) if alive else 0.0)
+    survivors = {(g, s): r for g, s, r, _ in rows if g in alive and (g, s) not in dead}
+    assert got.metrics["reward_mean"] == pytest.approx(np.mean(list(survivors.values())) if survivors else 0.0)
+
+
 def test_crashed_episode_leaves_its_group():
     """Case 6 of trainer: baseline over the survivors; a group of one survivor is dropped; both are counted."""
     got = group_advantages(
@@ -38,6 +104,31 @@ def test_crashed_episode_leaves_its_group():
     got = group_advantages([1.0, 0.0], ["X", "X"], crashed=[False, True])
     assert not got.kept.any() and got.metrics["dropped_groups"] == 1
     assert np.array_equal(got.values, [0.0, 0.0])
+
+
+def test_declared_policy_for_lost_members():
+    """Case 6 of trainer: the group of a crashed episode, or of one that never came, can be left out as a whole."""
+    crashed = [False, False, False, True] + [False] * 4
+    rewards, groups = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], ["X"] * 4 + ["Y"] * 4
+    got = group_advantages(rewards, groups, crashed=crashed, divide_std=False, lost_members="drop_group")
+    assert got.values.tolist() == [0.0] * 4 + [0.75, -0.25, -0.25, -0.25]
+    assert got.kept.tolist() == [False] * 4 + [True] * 4 and got.metrics["dropped_groups"] == 1
+    got = group_advantages(rewards[1:], groups[1:], members=4, lost_members="drop_group")
+    assert got.kept.tolist() == [False] * 3 + [True] * 4 and got.metrics["missing_episodes"] == 1
+    with pytest.raises(ValueError, match="4 episodes instead of 3"):
+        group_advantages(rewards, groups, members=3)
+    with pytest.raises(ValueError, match="lost_members"):
+        group_advantages(rewards, groups, lost_members="ignore")
+
+
+def test_leave_one_out():
+    """The baseline of an episode is the mean of the others: 0 for the 1 of [1, 0, 0, 0], 1/3 for its zeros. The
+    deviation is the whole group's with either baseline."""
+    got = group_advantages([1, 0, 0, 0], [7] * 4, divide_std=False, baseline="leave_one_out").values
+    np.testing.assert_allclose(got, [1.0, -1 / 3, -1 / 3, -1 / 3], rtol=1e-6)
+    got = group_advantages([1, 0, 1, 0], [7] * 4, baseline="leave_one_out").values
+    np.testing.assert_allclose(got, np.array([1, -1, 1, -1]) * 4 / 3, rtol=1e-6)
+    assert np.array_equal(group_advantages([1 / 3] * 7, [0] * 7, baseline="leave_one_out").values, np.zeros(7))
 
 
 def test_population_deviation_and_constant_groups():
@@ -68,60 +159,3 @@ def test_order_of_arrival_does_not_matter(rows, random):
 def test_one_episode_with_two_rewards_is_a_bug():
     with pytest.raises(ValueError, match="two rewards"):
         group_advantages([1.0, 0.5], [0, 0], [0, 0])
-
-
-def trajectory(group, sample, reward, status="finished", length=6):
-    mask = np.zeros(length, bool)
-    mask[2:] = True
-    logprobs = np.where(mask, -0.5, 0.0).astype(np.float32)
-    return Trajectory(
-        ids=np.arange(length, dtype=np.int32),
-        loss_mask=mask,
-        logprobs=logprobs,
-        turn_index=np.where(mask, 0, -1).astype(np.int32),
-        versions=(0,),
-        status=status,
-        task_index=group,
-        group=group,
-        sample=sample,
-        reward=reward,
-    )
-
-
-def test_sequences_of_a_batch():
-    batch = [trajectory(0, i, r) for i, r in enumerate([1.0, 0.0, 0.0, 0.0])]
-    batch += [trajectory(1, i, 0.5) for i in range(4)]
-    sequences, left_out, metrics = grpo_sequences(batch, GRPOConfig(advantage_std=False))
-    assert [s.advantages for s in sequences] == [0.75, -0.25, -0.25, -0.25]
-    assert left_out == 16 and metrics["computed_episodes"] == 0.5 and metrics["constant_groups"] == 0.5
-    # a KL term gives constant groups a gradient: they are computed
-    sequences, left_out, _ = grpo_sequences(batch, GRPOConfig(kl_coefficient=0.01))
-    assert len(sequences) == 8 and left_out == 0
-    # DAPO drops them from numerator and denominator
-    sequences, left_out, _ = grpo_sequences(batch, GRPOConfig(objective="dapo"))
-    assert len(sequences) == 4 and left_out == 0
-    _, left_out, _ = grpo_sequences(batch, GRPOConfig(aggregation="seq_mean_token_mean"))
-    assert left_out == 4
-    demonstration = sft_sequence(batch[0])
-    assert demonstration.loss_mask is batch[0].loss_mask and demonstration.weight == 1.0
-
-
-def test_truncated_and_crashed_trajectories():
-    """Case 2 of trainer: exact truncated share; the overlong filter drops the loss, not the reward in the baseline."""
-    batch = [trajectory(0, 0, 1.0), trajectory(0, 1, 0.0, "truncated")]
-    sequences, _, metrics = grpo_sequences(batch, GRPOConfig())
-    assert metrics["truncated"] == 0.5 and [s.advantages for s in sequences] == [1.0, -1.0]
-    sequences, left_out, _ = grpo_sequences(batch, GRPOConfig(mask_truncated=True))
-    assert [s.advantages for s in sequences] == [1.0] and left_out == 0
-    for status in ("tool_failure", "timed_out"):
-        sequences, _, metrics = grpo_sequences([*batch, trajectory(0, 2, 0.0, status)], GRPOConfig())
-        assert len(sequences) == 2 and metrics["crashed_episodes"] == 1
-
-
-def test_greedy_trajectories_are_refused():
-    """Case 4 of trainer: a greedy rollout has no behaviour distribution."""
-    greedy = [trajectory(0, i, float(i)) for i in range(2)]
-    for t, i in itertools.product(greedy, range(2, 6)):
-        t.logprobs[i] = np.nan
-    with pytest.raises(ConfigError, match="greedily"):
-        grpo_sequences(greedy, GRPOConfig())
