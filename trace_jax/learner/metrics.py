@@ -23,7 +23,7 @@ PER_TOKEN = {
 # Sampler against learner, over the tokens that were to be trained on, of weights w = learner / sampler. Read before any
 # update on a collection, where only numerics and staleness tell the two apart:
 MISMATCH = {
-    "mismatch_mean": "mean of log w, that is -KL(sampler || learner) in nats: 0 is agreement, below -1e-3 stale or faulty",
+    "mismatch_mean": "mean of log w, -KL(sampler || learner) in nats: 0 is agreement, below -1e-3 stale or faulty",
     "mismatch_gap": "mean of |log w|: below 1e-4 in float32, about 0.05 in bfloat16",
     "mismatch_max": "largest |log w|: ~1e-4 in float32, up to ~1 in bfloat16; above, single tokens are scored wrongly",
     "mismatch_kept": "share of the weight that `grpo.correction` keeps (1 without one): below 0.9 it decides the step",
