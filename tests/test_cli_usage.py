@@ -96,7 +96,7 @@ def test_limits_of_the_machine_are_one_line(capsys, monkeypatch, error, said, un
     def fail(args, config):
         raise error
 
-    monkeypatch.setitem(cli.COMMANDS, "bench", ("", fail))
+    monkeypatch.setitem(cli.COMMANDS, "bench", fail)
     message = bad(capsys, "bench", "sim")
     assert said in message and unsaid not in message
 
@@ -111,7 +111,7 @@ def test_output_that_cannot_be_written(tmp_path):
         done = run("train", "--dry-run", stdout=full)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "standard output: no space left" in done.stderr
     plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    shows = "c.COMMANDS['bench'] = ('', lambda *_: print('\\u2581') or {})"
+    shows = "c.COMMANDS['bench'] = lambda *_: print('\\u2581') or {}"
     code = f"import trace_jax.cli as c; {shows}; c.main(['bench', 'sim'])"
     done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "?\n"), done.stderr

@@ -175,17 +175,28 @@ class RunDirectory:
             raise ConfigError("which run? give its directory with --run-dir")
         stored = stored_config(path := Path(path))
         run = cls(path, stored, lock=lock)
-        if config is not None and (changed := config_io.differences(stored, config)):
-            begun = run.begun()
-            if used := [name for name in changed if first_used(name) in begun]:
+        if config is not None and config_io.differences(stored, config):
+            try:
+                run.refuse_used(config)
+            except ConfigError:
                 run.__exit__()
-                raise ConfigError(
-                    f"`{used[0]}` cannot change any more: {first_used(used[0])} of {path} was run with it; leave it "
-                    "as it was or choose another --run-dir (fields of stages that have made no step may change)"
-                )
+                raise
             run.config = config
             run.write_text("config.yaml", config_io.dump(config))
         return run
+
+    def refuse_used(self, config: RunConfig) -> None:
+        """Refuses to go on with a configuration that differs in what the run has used.
+
+        Raises:
+            ConfigError: the field.
+        """
+        changed, begun = config_io.differences(stored_config(self.path), config), self.begun()
+        if used := [name for name in changed if first_used(name) in begun]:
+            raise ConfigError(
+                f"`{used[0]}` cannot change any more: {first_used(used[0])} of {self.path} was run with it; leave it "
+                "as it was or choose another --run-dir (fields of stages that have made no step may change)"
+            )
 
     def begun(self) -> set[str]:
         """Stages that left something that a continued run builds on, and all stages before them."""

@@ -1,0 +1,186 @@
+"""What the command line accepts: commands, their flags and their help. `trace_jax.cli` runs them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from trace_jax import config_io
+from trace_jax.config import ConfigError
+from trace_jax.recipes.tracking import SERVICES
+
+TRAINING = ("train", "sft", "grpo")
+FIXED = ("export", "report")  # show a run as it was: no configuration of their own
+_BENCHES = {
+    "sim": "episodes a second of the simulator and of its oracle",
+    "tools": "loading of episodes and calls of the agent's tool, against bare DuckDB",
+    "rollout": "the sampling engine beside other samplers; takes about 5 minutes, whatever the configuration",
+    "learner": "tokens a second of a training step",
+}
+_LATEST = "latest is GRPO's policy if the run has one, else SFT's (default: latest)"
+_STYLE = "wording of the question: full sentences, or the short one a nano policy reads (default: full)"
+_SPLIT = "which episodes: train, validation or the held-out test (default: test)"
+_DRY_RUN = (
+    "print the resolved configuration and stop",
+    "print the resolved configuration and a plan (sizes, memory, answers that limits would cut off) and stop",
+)
+_PROFILE = "trace N training steps of each stage, after its first two, into profile/ of the run, for xprof (default: 3)"
+_TRACK = "also send the figures of metrics.jsonl there; wandb reads WANDB_PROJECT, WANDB_MODE and so on"
+SPLITS = ("train", "validation", "test")
+COMMANDS = {
+    "simulate": "make verified episodes: Parquet data sets and a manifest",
+    "inspect": "show one episode or proposal: curves, the hidden cause, the oracle's margins",
+    "play": "investigate an episode yourself, with the agent's tool, and be graded",
+    "certify": "measure what labels are worth: acceptance, likelihood ceiling, difficulty; write a note",
+    "train": "the whole recipe: tokenizer, teacher, SFT, GRPO, held-out evaluation, export, report",
+    "sft": "the recipe up to the end of supervised fine-tuning",
+    "grpo": "GRPO, in a run whose SFT is done or in a new one from its policy (--init)",
+    "eval": "score a run's policy or a baseline on held-out episodes",
+    "export": "write a run's policy in Hugging Face layout (safetensors)",
+    "bench": "throughput as a share of what this machine can do: sim, tools, rollout, learner",
+    "report": "one self-contained HTML page of a run, finished or not",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that reports bad usage through `ConfigError` (argparse itself prints a usage block)."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def _count(text: str) -> int:
+    """A positive number. ValueError otherwise, which argparse reports."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+_count.__name__ = "number of steps"  # argparse: invalid number of steps value
+
+
+def build() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = Parser(
+        prog="trace-jax",
+        description="Train agents that find out why a metric moved.",
+        epilog="Any field of the configuration can be set with --section.field value, e.g. --grpo.steps 20.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"trace-jax {metadata.version('trace-jax')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for name, text in COMMANDS.items():
+        p = commands.add_parser(name, help=text, description=text, allow_abbrev=False, epilog=parser.epilog)
+        p.set_defaults(config=None)
+        if name in FIXED:
+            p.epilog = None
+        else:
+            p.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: built-in values)")
+        p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+        if name in (*TRAINING, "simulate"):
+            p.add_argument("--dry-run", action="store_true", help=_DRY_RUN[name == "grpo"])
+        if name in (*TRAINING, "eval", "export", "report"):
+            new = name in ("train", "sft", "grpo")
+            help_text = "default for new runs: runs/<config>-<date>" if new else "directory of the run"
+            p.add_argument("--run-dir", type=Path, metavar="DIR", help=help_text)
+        if name in TRAINING:
+            p.add_argument("--resume", action="store_true", help="continue the run in --run-dir where it stopped")
+            p.add_argument("--profile", type=_count, nargs="?", const=3, default=0, metavar="N", help=_PROFILE)
+            p.add_argument("--track", choices=SERVICES, help=_TRACK)
+        if name == "grpo":
+            p.add_argument("--init", type=Path, metavar="DIR", help="start a new run from the SFT policy of this run")
+        if name == "simulate":
+            p.add_argument("--out", type=Path, default=Path("data"), metavar="DIR", help="default: data")
+            p.add_argument("--episodes", type=int, metavar="N", help="one split of N episodes instead of data.*")
+            p.add_argument("--seed", dest="data_seed", metavar="S", help="same as --data.seed")
+            p.add_argument(
+                "--difficulty",
+                dest="simulator_difficulty",
+                metavar="LEVEL",
+                help="easy, paper or hard; same as --simulator.difficulty",
+            )
+            p.add_argument("--composition", default="paper", choices=("paper", "balanced"), help="mix of causes")
+            p.add_argument("--split", action="append", choices=SPLITS, help="only this split (may be repeated)")
+            p.add_argument("--resume", action="store_true", help="continue the data set in --out where it stopped")
+        if name == "certify":
+            p.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default: docs")
+            p.add_argument("--episodes", type=int, default=1200, metavar="N", help="proposals at each setting")
+        if name == "inspect":
+            p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
+            p.add_argument("--index", type=int, metavar="I", help="position in the split, from 0 (default: 0)")
+            p.add_argument("--cause", metavar="NAME", help="a proposal of this cause instead, accepted or not")
+            p.add_argument("--dimensions", type=int, metavar="D", help="attributes in the proposal's slice: 0, 1 or 2")
+            p.add_argument("--proposal", type=int, metavar="I", help="number of the proposal, from 0 (default: 0)")
+            p.add_argument("--out", type=Path, metavar="FILE", help="also write one self-contained HTML page")
+            p.add_argument("--tables", action="store_true", help="also print the first rows of every table")
+        if name == "play":
+            p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
+            p.add_argument("--index", type=int, metavar="I", help="position in the split, from 0 (default: drawn)")
+            p.add_argument("--seed", type=int, metavar="S", help="draws the episode (default: another one every time)")
+            p.add_argument("--style", dest="environment_prompt", choices=("full", "compact"), help=_STYLE)
+            p.add_argument("--out", type=Path, metavar="FILE", help="also keep the transcript, as JSON")
+            p.add_argument("--run-dir", type=Path, metavar="DIR", help="a run whose policy's answers are shown, too")
+        if name == "eval":
+            p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
+            agents = ("latest", "grpo", "sft", "untrained", "analyst")
+            whose = f"whom to score: a stage of the run, the untrained policy or the scripted analyst; {_LATEST}"
+            p.add_argument("--agent", default="latest", choices=agents, help=whose)
+        if name == "bench":
+            p.formatter_class = argparse.RawDescriptionHelpFormatter
+            p.description = f"{text}\n\nKIND is one of\n" + "".join(f"  {k:9s}{t}\n" for k, t in _BENCHES.items())
+            p.add_argument("kind", choices=tuple(_BENCHES), metavar="KIND", help=", ".join(_BENCHES))
+            p.add_argument(
+                "--repeats", type=int, default=5, metavar="N", help="timed rounds; medians are reported (default: 5)"
+            )
+            p.add_argument(
+                "--peers",
+                metavar="PYTHON",
+                help="for rollout and learner: an interpreter with torch and transformers (default: this one)",
+            )
+        if name == "report":
+            p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run directory")
+        if name == "export":
+            stage = f"whose policy to write; {_LATEST}"
+            p.add_argument("--stage", default="latest", choices=("latest", "grpo", "sft"), help=stage)
+            p.add_argument("--out", type=Path, metavar="DIR", help="default: <run directory>/export")
+    return parser
+
+
+def split_overrides(argv: Sequence[str], flags: set[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Separates `--section.field value` (also `--section.field=value`) from the command's own flags.
+
+    Raises:
+        ConfigError: an option that is neither, or a field without a value.
+    """
+    rest: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        field = name[2:].replace("-", "_")
+        if not word.startswith("--") or word == "--" or name in flags:
+            rest.append(word)
+            continue
+        if field not in config_io.names():
+            meant = config_io.nearest(name[2:], [f[2:] for f in flags] + config_io.names())
+            raise ConfigError(f"unknown option {name}" + (f": did you mean --{meant}?" if meant else ""))
+        if not equals:
+            value = next(words, "--")
+            if value.startswith("--"):
+                raise ConfigError(f"{name} needs a value: {name} VALUE")
+        overrides.append((field, value))
+    return rest, overrides
+
+
+def flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
+    """Options that are not fields of the configuration: the parser's own and those of the command in `argv`."""
+    sub = parser._subparsers._group_actions[0].choices.get(command_of(argv))  # type: ignore[union-attr]
+    known = [parser] if sub is None else [parser, sub]
+    return {option for p in known for option in p._option_string_actions}
+
+
+def command_of(argv: Sequence[str]) -> str | None:
+    """The command's name: the first word that is no option."""
+    return next((w for w in argv if not w.startswith("-")), None)

@@ -1,0 +1,174 @@
+"""How many answers the limits of `rollout` would cut off, from a few dozen investigations; nothing is written.
+
+Asked is whoever is there: the policy of a run, or the scripted analyst, whose transcripts SFT teaches a policy to
+write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from trace_jax.config import RolloutConfig, RunConfig
+from trace_jax.environments.ads import analyst
+from trace_jax.environments.ads.environment import AdsEnvironment
+from trace_jax.policy.chat import CONTROL, NanoChat
+from trace_jax.policy.tokenizer import SentencePieceTokenizer
+from trace_jax.recipes import schedule, teacher
+from trace_jax.recipes.interrupt import Interrupt
+from trace_jax.recipes.progress import Progress
+from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.workspace import TOKENIZER, Workspace
+from trace_jax.rollout.collect import collect
+from trace_jax.rollout.trajectory import Trajectory
+from trace_jax.simulator.accepted import accepted_episodes
+from trace_jax.simulator.stream import composition_of
+from trace_jax.warehouse.splits import EpisodeSet
+
+POLICY_COUNT, ANALYST_COUNT = 32, 64  # investigations
+LIMITS = ("max_turns", "max_turn_tokens", "context")  # of `rollout`
+WIDER = 4  # times the limits, to see where answers would have ended
+
+
+@dataclass(frozen=True)
+class Investigations:
+    """What some investigations came to.
+
+    Attributes:
+        cut: by limit, the investigations that it ended or would have ended.
+        needs: by limit, what each investigation takes of it.
+        ended: those that came to an end of their own, so that their needs are known.
+        sampled: tokens that the policy chose in each.
+        vocab_size: of the tokenizer that counted. rough: it was trained on the investigations only.
+    """
+
+    cut: dict[str, Bool[np.ndarray, " n"]]
+    needs: dict[str, Int[np.ndarray, " n"]]
+    ended: Bool[np.ndarray, " n"]
+    sampled: Int[np.ndarray, " n"]
+    vocab_size: int
+    rough: bool = False
+
+    @property
+    def truncated(self) -> float:
+        """Share that any limit cut off."""
+        return float(np.any(list(self.cut.values()), axis=0).mean())
+
+
+def cut_by(trajectory: Trajectory, limits: RolloutConfig) -> str | None:
+    """The limit that cut a trajectory off, None for one that no limit did."""
+    if not trajectory.truncated:
+        return None
+    turns = len(trajectory.versions)
+    last = int((trajectory.loss_mask & (trajectory.turn_index == turns - 1)).sum())
+    if last >= limits.max_turn_tokens:
+        return "max_turn_tokens"
+    return "max_turns" if turns >= limits.max_turns and len(trajectory) < limits.context else "context"
+
+
+def of_trajectories(trajectories: Sequence[Trajectory], limits: RolloutConfig, vocab_size: int = 0) -> Investigations:
+    """What trajectories that were sampled within these limits came to."""
+    by = [cut_by(t, limits) for t in trajectories]
+    return Investigations(
+        cut={name: np.array([b == name for b in by]) for name in LIMITS},
+        needs={
+            "max_turns": np.array([len(t.versions) for t in trajectories]),
+            "max_turn_tokens": np.array([_longest_turn(t.turn_index, t.loss_mask) for t in trajectories]),
+            "context": np.array([len(t) for t in trajectories]),
+        },
+        ended=np.array([b is None for b in by]),
+        sampled=np.array([t.sampled_tokens for t in trajectories]),
+        vocab_size=vocab_size,
+    )
+
+
+def _longest_turn(turn_index, loss_mask) -> int:
+    return int(np.bincount(turn_index[loss_mask]).max(initial=0))
+
+
+def _episodes(config: RunConfig, count: int, interrupt: Interrupt) -> AdsEnvironment:
+    accepted = accepted_episodes(
+        config.simulator,
+        config.data.seed,
+        "plan",
+        composition_of(count, teacher.TYPES),
+        on_progress=interrupt.check,
+    )
+    return AdsEnvironment(EpisodeSet(*accepted, split="plan"), config.environment)
+
+
+def of_policy(config: RunConfig, path: Path, stage: str, interrupt: Interrupt) -> Investigations:
+    """The policy of a stage of the run in `path` investigates, sampled within the limits of `config`."""
+    limits = dataclasses.replace(config.rollout, slots=min(config.rollout.slots, POLICY_COUNT))
+    config = config.replace(rollout=limits)
+    environment = _episodes(config, POLICY_COUNT, interrupt)
+    work = Workspace(RunDirectory(path, config, lock=False), Progress(), interrupt)
+    work.engine.set_params(work.trained_params(stage), 0)
+    trajectories = collect(
+        work.engine,
+        work.chat,
+        environment,
+        range(len(environment)),
+        group=1,
+        config=limits,
+        seed=schedule.collection_seed(config.seed, "plan", 0),
+        step=0,
+        progress=interrupt.check,
+    )
+    return of_trajectories(trajectories, limits, work.chat.tokenizer.vocab_size)
+
+
+def widened(config: RunConfig) -> RunConfig:
+    """The configuration with limits in which answers that were cut off might have ended."""
+    limits, longest = config.rollout, config.policy.max_length
+    context = min(WIDER * limits.context, longest)
+    return config.replace(
+        rollout=dataclasses.replace(
+            limits,
+            context=context,
+            max_turn_tokens=min(WIDER * limits.max_turn_tokens, context - 1),
+            max_turns=WIDER * limits.max_turns,
+        )
+    )
+
+
+def of_analyst(config: RunConfig, path: Path | None, interrupt: Interrupt) -> Investigations:
+    """The scripted analyst's transcripts in tokens: of the tokenizer of the run in `path`, or of one trained on them,
+    which has seen less than the run's will have, so that rare queries take more tokens."""
+    environment, transcripts = _episodes(config, ANALYST_COUNT, interrupt), []
+    for index in range(len(environment)):
+        interrupt.check()
+        task = environment.task(index)
+        episode = environment.open(task)
+        try:
+            rng = schedule.stream(config.data.seed, "plan", index)
+            done = analyst.investigate(episode, task, rng, config.environment.prompt)
+        finally:
+            episode.close()
+        transcripts.append((task.system, task.user, done.steps, done.answer))
+    rough = path is None or not (path / TOKENIZER).exists()
+    if not rough:
+        tokenizer = SentencePieceTokenizer.load(path / TOKENIZER)
+    else:
+        texts = [text for s, u, steps, answer in transcripts for text in (s, u, *sum(map(tuple, steps), ()), answer)]
+        tokenizer = SentencePieceTokenizer.train(texts, config.tokenizer, list(CONTROL))
+    chat = NanoChat(tokenizer)
+    encoded = [chat.encode_transcript(*transcript) for transcript in transcripts]
+    needs = {
+        "max_turns": np.array([turns.max() + 1 for _, _, turns in encoded]),
+        "max_turn_tokens": np.array([_longest_turn(turns, mask) for _, mask, turns in encoded]),
+        "context": np.array([len(ids) for ids, _, _ in encoded]),
+    }
+    return Investigations(
+        cut={name: needs[name] > getattr(config.rollout, name) for name in LIMITS},
+        needs=needs,
+        ended=np.ones(len(encoded), bool),
+        sampled=np.array([mask.sum() for _, mask, _ in encoded]),
+        vocab_size=tokenizer.vocab_size,
+        rough=rough,
+    )
