@@ -86,7 +86,10 @@ class WandB:
             )
         except Exception as error:
             said = " ".join(str(error).split())
-            raise ConfigError(f"--track wandb: {said}; log in with `wandb login` or set WANDB_MODE=offline") from error
+            raise ConfigError(
+                f"--track wandb: {said} Log in with `wandb login` or set WANDB_MODE=offline, and continue {path} with "
+                "--resume"
+            ) from error
         self._stages: set[str] = set()
         self._lost = False
 
