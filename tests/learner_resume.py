@@ -1,4 +1,6 @@
-"""A small training process for test_learner_checkpoint.py: `learner_resume.py DIRECTORY UNTIL [kill|interrupt]`.
+"""A small training process for test_learner_checkpoint.py:
+
+    learner_resume.py DIRECTORY UNTIL [background [kill|interrupt]]
 
 Prints a digest of everything that must be equal after a resume. Shuffle, two optimizer steps per batch, two
 micro-batches each, an epoch boundary inside; every batch is a function of (seed, cursor).
@@ -38,7 +40,7 @@ def batch(cursor):
     return out
 
 
-def main(directory, until, trouble=None):
+def main(directory, until, how=None, trouble=None):
     config = PolicyConfig(layers=2, width=32, heads=2, kv_heads=1, head_dim=16, mlp_width=64)
     model = Transformer(config, 64, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model, nnx.Param)
@@ -50,7 +52,7 @@ def main(directory, until, trouble=None):
         sharding.make_mesh(MeshConfig(), jax.devices()[:1]),
         logical_axes(model),
     )
-    store = checkpoint.CheckpointStore(directory)
+    store = checkpoint.CheckpointStore(directory, background=how == "background")
     restored = checkpoint.restore_state(store, learner, params)
     state, extra = restored or (learner.init(params), {"cursor": 0, "iteration": 0, "consumed": []})
     metrics = {}
@@ -63,15 +65,18 @@ def main(directory, until, trouble=None):
             "iteration": 0 if last else extra["iteration"] + 1,
             "consumed": extra["consumed"] + [int(s.ids[0]) for s in sequences] * last,
         }
-    trouble_during_save(store, trouble)
-    checkpoint.save_state(store, state, extra)
+        if int(state.step) == until:
+            trouble_during_save(store, trouble)
+        if store.background or int(state.step) == until:  # in the background: the next step donates what is written
+            checkpoint.save_state(store, state, extra)
+    store.close()
     leaves = [np.asarray(x) for x in jax.tree.leaves((state.step, state.params, state.opt_state))]
     digest = hashlib.sha256(b"".join(x.tobytes() for x in leaves)).hexdigest()
     print(json.dumps({"digest": digest, "extra": extra, "metrics": metrics, "step": int(state.step)}))
 
 
 def trouble_during_save(store, trouble):
-    """Kills or interrupts this process between the first array file and the manifest."""
+    """Kills this process, or interrupts it twice, between the first file and the manifest."""
     if trouble is None:
         return
     original = store._orbax.save
@@ -79,6 +84,7 @@ def trouble_during_save(store, trouble):
     def save(*args, **kwargs):
         original(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL if trouble == "kill" else signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
     store._orbax.save = save
 

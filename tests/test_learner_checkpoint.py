@@ -158,27 +158,30 @@ def run(directory, until, trouble=()):
 
 
 def test_resume_is_exact(tmp_path):
-    """Case 8 of trainer: 6 steps in one process = 3 steps, two saves that fail, a new process, 3 more; bit for bit."""
+    """Case 8 of trainer: 6 steps in one process = 3 steps, two saves that fail, a new process, 3 more; bit for bit.
+
+    The run that is interrupted and killed saves in the background after every step.
+    """
     code, uninterrupted, stderr = run(tmp_path / "whole", 6)
     assert code == 0, stderr[-2000:]
 
     directory = tmp_path / "parts"
-    code, middle, stderr = run(directory, 3)
+    code, middle, stderr = run(directory, 3, ["background"])
     assert code == 0, stderr[-2000:]
     # two steps a batch: one batch consumed, half of the next one done
     assert middle["extra"]["cursor"] == 2 and middle["extra"]["iteration"] == 1
 
-    # two items, Ctrl-C after each: the first is held back, the second ends the process in the middle of its save
-    code, _, stderr = run(directory, 4, ["interrupt"])
+    # Ctrl-C twice: the first is held back, the second ends the process in the middle of its save
+    code, _, stderr = run(directory, 4, ["background", "interrupt"])
     assert code != 0 and "KeyboardInterrupt" in stderr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert CheckpointStore(directory).steps() == [3]
+        assert CheckpointStore(directory).steps() == [1, 2, 3]
 
-    code, _, _ = run(directory, 5, ["kill"])
-    assert code == -signal.SIGKILL and (directory / ".partial-00000005").exists()
+    code, _, _ = run(directory, 5, ["background", "kill"])
+    assert code == -signal.SIGKILL and list(directory.glob(".partial-00000005*"))
 
-    code, end, stderr = run(directory, 6)
+    code, end, stderr = run(directory, 6, ["background"])
     assert code == 0, stderr[-2000:]
     assert "skipping incomplete checkpoint" in stderr
     assert end == uninterrupted and end["metrics"]["grad_norm"] > 0

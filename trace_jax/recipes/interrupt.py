@@ -1,4 +1,15 @@
-"""Ctrl-C: the first finishes the step at hand and saves, the second ends the process at once."""
+"""Ctrl-C and SIGTERM: the first finishes the step at hand and saves, the second ends the process at once.
+
+A run that stopped so exits with 128 + the signal's number: 130 after Ctrl-C, 143 after the SIGTERM by which Slurm,
+Kubernetes and clouds announce that they take a machine away. Not 0, since the work is not done, and none of the
+command's own failures (1, 2): 143 is the status a launcher may restart on with the same command and `--resume`. What it
+must grant between SIGTERM and SIGKILL is one step and one save.
+
+With several processes the signal may reach one of them, or all at different steps. They must leave at the same step, or
+those that go on wait for ever: `agree`, which all call between steps, makes the decision common. JAX has its own notice
+of preemption (`multihost_utils.reached_preemption_sync_point`); it knows only SIGTERM, takes that signal's handler away
+from Python and tells neither when nor why to leave, so it is not used.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +36,17 @@ class Interrupt:
 
     Used as a context manager around a command. The handler raises nothing: an exception out of nowhere would be lost in
     an event loop of orbax or break JAX in the middle of a compilation. Loops call `check()` between steps, after
-    saving; long work that keeps nothing half-way calls it as its progress callback.
+    saving; long work that keeps nothing half-way calls it as its progress callback. Loops that several processes run
+    together call `agree()` first, once a step:
+
+        if interrupt.agree() or time_to_save:
+            save()
+        interrupt.check()
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._agreed: int | None = None
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
@@ -58,15 +75,40 @@ class Interrupt:
                 stream.flush()
         os._exit(128 + number)
 
+    def agree(self) -> bool:
+        """Whether to stop here, the same answer in every process; all call it at the same steps.
+
+        One process: `requested`. Several: true in all of them when a signal has reached any, and they exit alike.
+        """
+        if _several():
+            from trace_jax.learner import multihost
+
+            if self._previous:  # jax.distributed.initialize has put a handler of its own in the place of this one
+                signal.signal(signal.SIGTERM, self._receive)
+            self._agreed = max(multihost.gather("interrupt", self.signal or 0)) or None
+        return self.requested
+
     @property
     def requested(self) -> bool:
-        """Whether a signal has arrived."""
-        return self.signal is not None
+        """Whether to stop: a signal has arrived, and with several processes they have agreed."""
+        return self._stop() is not None
 
     def check(self, *_: object) -> None:
-        """Raises `Interrupted` when a signal has arrived. Ignores arguments, to serve as a progress callback."""
-        if self.signal is not None:
-            raise Interrupted(128 + self.signal)
+        """Raises `Interrupted` when it is time to stop. Ignores arguments, to serve as a progress callback."""
+        if (number := self._stop()) is not None:
+            raise Interrupted(128 + number)
+
+    def _stop(self) -> int | None:
+        return self._agreed if _several() else self.signal
+
+
+def _several() -> bool:
+    """Whether this is one of several processes. Loads nothing: a command that has no JAX yet is alone."""
+    if "jax" not in sys.modules:
+        return False
+    from trace_jax.learner import multihost
+
+    return multihost.count() > 1
 
 
 def ignore_in_worker() -> None:

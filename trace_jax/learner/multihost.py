@@ -1,0 +1,80 @@
+"""What the processes of a run tell each other, over JAX's coordination service: text between hosts, no device.
+
+Device collectives (`multihost_utils`) would do on the main thread, but every process must enqueue its device programs
+in one order, which a background thread beside a training loop cannot promise. One process pays nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from trace_jax.config import ConfigError
+
+T = TypeVar("T")
+TIMEOUT_SECONDS = 3600  # a process that died is found by the heartbeats much earlier; this is for one that is slow
+
+_rounds: collections.Counter[str] = collections.Counter()
+
+
+def count() -> int:
+    """How many processes run together. Starts no backend unless there are several."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def index() -> int:
+    """Which of them this is; 0 writes what is written once."""
+    return jax.process_index() if count() > 1 else 0
+
+
+def gather(name: str, value: Any) -> list[Any]:
+    """The JSON-able values of all processes, in their order; waits for all of them.
+
+    Args:
+        name: every process calls in the same order for one name; different names may be used by different threads.
+
+    Raises:
+        RuntimeError: a process did not come within `TIMEOUT_SECONDS`.
+    """
+    if count() == 1:
+        return [value]
+    client = jax._src.distributed.global_state.client  # noqa: SLF001 - JAX has no public name for it; orbax does so too
+    folder = f"trace_jax/{name}/"
+    this = _rounds[name]
+    _rounds[name] += 1
+    client.key_value_set(f"{folder}{this}/{index():06d}", json.dumps(value))
+    client.wait_at_barrier(f"{folder}{this}", TIMEOUT_SECONDS * 1000)
+    values = [text for _, text in sorted(client.key_value_dir_get(f"{folder}{this}/"))]
+    if this:  # every process has read the round before, or it would not be here
+        client.key_value_delete(f"{folder}{this - 1}/{index():06d}")
+    return [json.loads(text) for text in values]
+
+
+def together(name: str, work: Callable[[], T]) -> list[T]:
+    """Does `work` in every process and gathers what it returned; when it failed in one, it fails in all.
+
+    Raises:
+        ConfigError: raised by the work of some process.
+        Exception: this process's own failure, or RuntimeError for another's.
+    """
+    failure, result = None, None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    if count() == 1:
+        if failure is not None:
+            raise failure
+        return [result]
+    kind = "" if failure is None else "config" if isinstance(failure, ConfigError) else "other"
+    told = gather(name, [kind, str(failure), result])
+    if failure is not None:
+        raise failure
+    for process, (kind, text, _) in enumerate(told):
+        if kind:
+            raise ConfigError(text) if kind == "config" else RuntimeError(f"in process {process}: {text}")
+    return [result for *_, result in told]
