@@ -72,7 +72,7 @@ def estimate(config: RunConfig, vocab_size: int, learner: Mesh, sampler: Mesh) -
     Returns:
         Learner: `parameters`, `moments` (Adam's two), `gradients` (accumulated, and those of a micro-batch),
         `activations` of a micro-batch, `scores` over the vocabulary, `batch`, `reference` (the policy that the KL
-        penalty pulls to). Sampler: `sampler_parameters` (0 when it reads the learner's), `kv_cache` with every slot
+        penalty pulls to), `versions` (earlier parameters that are still sampled with). Sampler: `sampler_parameters` (0 when it reads the learner's), `kv_cache` with every slot
         full, `sampling` (scores of a decoding step). `learner` and `sampler` are their sums, `total` what the fullest
         device needs.
     """
@@ -84,10 +84,11 @@ def estimate(config: RunConfig, vocab_size: int, learner: Mesh, sampler: Mesh) -
         "gradients": 2 * held,
         **_micro_batch(config, vocab_size, learner),
         "reference": held if config.grpo.kl_coefficient else 0,
+        "versions": (config.grpo.staleness + 1) * held if config.grpo.staleness else 0,
     }
     sampling = _sampling(config, vocab_size, sampler)
     apart = sampler is not learner
-    copies = apart or learner.size > 1 or config.grpo.staleness > 0
+    copies = apart or learner.size > 1
     sampling = {"sampler_parameters": sizes.bytes_on(sampler, gathered=True) if copies else 0, **sampling}
     sums = {"learner": sum(learning.values()), "sampler": sum(sampling.values())}
     total = max(sums.values()) if apart else sum(sums.values())
