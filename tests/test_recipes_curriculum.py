@@ -7,7 +7,7 @@ import pytest
 
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import validate
-from trace_jax.recipes.grpo import _prompts
+from trace_jax.recipes.generation import prompts
 from trace_jax.simulator.confounders import CONFOUNDER_NAMES
 from trace_jax.warehouse.splits import load_split, settings_of
 
@@ -40,11 +40,11 @@ def test_prompts_follow_the_parts():
     config = configured()
     quiet = [3, 50, 70, 110]
     for step in range(10):
-        chosen = _prompts(config, step, 120, quiet)
+        chosen = prompts(config, step, 120, quiet)
         assert len(chosen) == 8
         assert all(p < 60 for p in chosen) if step < 5 else all(60 <= p < 120 for p in chosen)
-        assert chosen == _prompts(config, step, 120, quiet)  # whatever came before
-    used = np.concatenate([_prompts(config, step, 120, quiet) for step in range(5)])
+        assert chosen == prompts(config, step, 120, quiet)  # whatever came before
+    used = np.concatenate([prompts(config, step, 120, quiet) for step in range(5)])
     assert len(set(used.tolist())) == 40  # no episode twice before the part is through
 
 

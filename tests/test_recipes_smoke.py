@@ -60,7 +60,7 @@ def test_the_run_leaves_what_the_readme_says(smoke):
     assert [r["step"] for r in records(run) if r["stage"] == "grpo"] == [1, 2, 3, 4]
     assert [r["step"] for r in records(run) if r["stage"] == "validation"] == [0, 2]
     grpo = [r for r in records(run) if r["stage"] == "grpo"]
-    gaps = [r["sampler_gap"] for r in grpo if r["sampler_gap"] is not None]  # None: all groups constant
+    gaps = [r["mismatch_gap"] for r in grpo if r["mismatch_gap"] is not None]  # None: all groups constant
     assert max(gaps, default=0.0) < 1e-4  # sampler and learner mean the same distribution
     assert {p.stem for p in (run / "evaluation").glob("*.json")} == {"untrained", "analyst", "sft", "grpo"}
     trajectories = read_parquet(run / "trajectories" / "grpo-000001.parquet")

@@ -1,156 +1,214 @@
 """GRPO: sample groups, grade them, train on group-relative advantages (arXiv 2402.03300, 2609.10315).
 
 Everything a step does is a function of (seed, step) and the parameters before it, so a run that stopped anywhere goes
-on as if it had not.
+on as if it had not. Sampling for later steps may go on beside learning (`generation`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from trace_jax.config import ConfigError, GRPOConfig, RunConfig
+from trace_jax.config import ConfigError, RunConfig
 from trace_jax.learner import metrics as learner_metrics
 from trace_jax.learner import packing
-from trace_jax.learner.checkpoint import restore_state, save_state
+from trace_jax.learner.checkpoint import CheckpointStore, restore_state, save_state
 from trace_jax.learner.credit import grpo_sequences
+from trace_jax.learner.groups import choose
 from trace_jax.learner.objectives import grpo_objective
-from trace_jax.learner.step import Learner, Params
-from trace_jax.recipes import schedule
+from trace_jax.learner.step import Learner, Params, TrainState
+from trace_jax.recipes import phases, plan
+from trace_jax.recipes.generation import VALIDATION, Collection, Generation
 from trace_jax.recipes.interrupt import Interrupted
+from trace_jax.recipes.phases import PhaseTimer
+from trace_jax.recipes.profile import Profiler
 from trace_jax.recipes.rundir import writing
 from trace_jax.recipes.workspace import Workspace
-from trace_jax.rollout.collect import CollectStats, collect, metrics
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.trajectory import Trajectory, write_parquet
 
-STAGE, VALIDATION = "grpo", "validation"
+STAGE = "grpo"
+SCORE = "reward"  # of the validation episodes: the best checkpoints are kept for it
 
 
-def train(work: Workspace) -> dict[str, float | None]:
+def train(work: Workspace, profile: int = 0) -> dict[str, float | None]:
     """Runs GRPO to its end from wherever the run stands; returns the last step's metrics (empty if it was done).
 
+    Args:
+        profile: training steps to trace into `profile/` of the run directory.
+
     Raises:
-        ConfigError: SFT is not finished, or the objective's fields contradict each other.
+        ConfigError: SFT is not finished, the objective's fields contradict each other, or limits cut off most answers
+            of the first step.
     """
-    config, run, interrupt = work.config.grpo, work.run, work.interrupt
+    config, run = work.config.grpo, work.run
     if not work.is_finished("sft"):
         raise ConfigError(f"SFT of {run.path} is not finished: run `trace-jax sft --run-dir {run.path} --resume` first")
     start_params = work.trained_params("sft")
     total = config.steps * config.iterations
     learner = work.learner(grpo_objective(config), config.optimizer, total, Sampling.of(work.config.rollout))
-    store = work.store(STAGE)
-    restored = restore_state(store, learner, start_params)
-    state = restored[0] if restored else learner.init(start_params)
-    reference = learner.place(start_params)
-    start, last = int(state.step) // config.iterations, {}
-    run.truncate(STAGE, start)
-    run.truncate(VALIDATION, start - 1)
-    environment = work.environment("train")
-    no_signal = [i for i in range(len(environment)) if environment.task(i).labels["type"] == "no_signal"]
+    with work.store(STAGE) as store, Generation(work, STAGE) as generation:
+        restored = restore_state(store, learner, start_params)
+        state, extra = restored or (learner.init(start_params), {})
+        checkpoint, start = int(state.step), int(state.step) // config.iterations
+        run.truncate(STAGE, start)
+        run.truncate(VALIDATION, start if "validated" in extra else start - 1)
+        like = learner.state_like(state.params).params
+        generation.resume(
+            lambda name: store.restore_file(checkpoint, name),
+            lambda name: store.restore(checkpoint, {name: like})[0][name],
+            start,
+            extra.get("pending", {}),
+            state.params,
+        )
+        loop = _Loop(work, learner, store, generation, state, learner.place(start_params), total)
+        loop.saved = start if restored else None
+        best = store.best()
+        loop.best = None if best is None else store.extra(best)["validated"]
+        with work.progress.bar(STAGE, config.steps, start) as bar, Profiler(run.path / "profile", profile) as profiler:
+            return loop.run(start, "validated" in extra, bar, profiler)
 
-    def save(step: int) -> None:
-        if step == start and restored:
-            return  # already on disk
-        save_state(store, state, {"total_steps": total, "grpo_step": step, "policy_version": step})
 
-    with work.progress.bar(STAGE, config.steps, start) as bar:
+class _Loop:
+    """The steps of one process, and what they carry along."""
+
+    def __init__(
+        self,
+        work: Workspace,
+        learner: Learner,
+        store: CheckpointStore,
+        generation: Generation,
+        state: TrainState,
+        reference: Params,
+        total: int,
+    ):
+        self.work, self.learner, self.store, self.generation = work, learner, store, generation
+        self.state, self.reference, self.total = state, reference, total
+        self.timer = PhaseTimer()
+        self.saved: int | None = None  # step of the newest checkpoint
+        self.best: float | None = None  # best score of a checkpoint
+        self.score: float | None = None  # of the present parameters, when they were validated
+
+    def run(self, start: int, validated: bool, bar, profiler: Profiler) -> dict[str, float | None]:
+        work, config, interrupt, timer = self.work, self.work.config.grpo, self.work.interrupt, self.timer
+        last: dict[str, float | None] = {}
+        if not validated:
+            self._validate(start)
         for step in range(start, config.steps):
-            work.engine.set_params(state.params, step)
-            prompts = _prompts(work.config, step, len(environment), no_signal)
-            try:
-                # A terminal's Ctrl-C also reaches the tool's worker processes and may spoil what is being collected:
-                # it is dropped, the parameters are saved, and a resumed run collects it again.
-                interrupt.check()
-                validation = _validate(work, step)
-                trajectories, figures = _collect(work, "train", prompts, config.group, STAGE, step)
-                interrupt.check()
-            except Interrupted:
-                save(step)
-                raise
-            if validation:
-                run.log(VALIDATION, step, validation)
-            lost = figures["status/timed_out"] + figures["status/tool_failure"]
-            if lost >= 0.5:
-                work.progress.note(
-                    f"grpo step {step + 1}: {lost:.0%} of the trajectories ran out of time or lost their tool and "
-                    "teach nothing; raise rollout.trajectory_seconds or rollout.tool_queue_seconds, or see tools/* in "
-                    "metrics.jsonl"
-                )
-            with writing(path := run.trajectories(STAGE, step + 1)):
-                write_parquet(path, trajectories, step + 1)
-            state, last = _update(learner, state, trajectories, config, reference, work.config.rollout.top_k)
-            last = figures | last
-            run.log(STAGE, step + 1, last)
+            profiler.step(step)
+            collected = self._take(step)
+            with writing(path := work.run.trajectories(STAGE, step + 1)):
+                write_parquet(path, collected.trajectories, step + 1)
+            self.state, learned = update(
+                self.learner,
+                self.state,
+                collected.trajectories,
+                work.config,
+                self.reference,
+                timer,
+                work.chat.tokenizer.vocab_size,
+            )
+            with timer.phase("sync"):
+                self.generation.publish(self.state.params, step + 1)
+            lag = {"staleness": float(step - min(t.oldest_version for t in collected.trajectories))}
+            last = collected.figures | learned | lag | timer.take() | phases.memory()
+            work.run.log(STAGE, step + 1, last)
             bar.update(step + 1, reward=last["reward"], loss=last["loss"], entropy=last["entropy"])
-            if (step + 1) % config.save_every == 0 or step + 1 == config.steps or interrupt.requested:
-                save(step + 1)
+            self._validate(step + 1)
+            due = (step + 1) % config.save_every == 0 or step + 1 == config.steps or interrupt.requested
+            new_best = config.keep_best > 0 and self.score is not None and (self.best is None or self.score > self.best)
+            if due or new_best:
+                self._save(step + 1)
             interrupt.check()
-    return last
+        return last
+
+    def _take(self, step: int) -> Collection:
+        """Has the steps ahead collected for and waits for this one."""
+        config, interrupt = self.work.config, self.work.interrupt
+        try:
+            interrupt.check()
+            for ahead in range(config.grpo.staleness + 1):
+                self.generation.ask(step + ahead)
+            with self.timer.phase("wait"):
+                collected = self.generation.take(step)
+            interrupt.check()
+        except Interrupted:
+            self._save(step)
+            raise
+        if step == 0:
+            plan.check_truncation(collected.trajectories, config, self.work.run.path)
+        lost = collected.figures["status/timed_out"] + collected.figures["status/tool_failure"]
+        if lost >= 0.5:
+            self.work.progress.note(
+                f"grpo step {step + 1}: {lost:.0%} of the trajectories ran out of time or lost their tool and "
+                "teach nothing; raise rollout.trajectory_seconds or rollout.tool_queue_seconds, or see tools/* in "
+                "metrics.jsonl"
+            )
+        return collected
+
+    def _validate(self, step: int) -> None:
+        """Every `validate_every` steps."""
+        config = self.work.config.grpo
+        self.score = None
+        if step % config.validate_every or not config.validation_episodes:
+            return
+        try:
+            with self.timer.phase("validate"):
+                figures = self.generation.validate(step)
+        except Interrupted:  # it is made up for when the run goes on
+            self._save(step)
+            raise
+        self.score = figures[SCORE]
+        self.work.run.log(VALIDATION, step, figures)
+
+    def _save(self, step: int) -> None:
+        if step == self.saved:
+            return  # already on disk
+        with self.timer.phase("save"), tempfile.TemporaryDirectory() as folder:
+            files, items, told = self.generation.pending(Path(folder))
+            extra: dict[str, Any] = {"total_steps": self.total, "grpo_step": step, "policy_version": step}
+            extra |= {"pending": told} | ({} if self.score is None else {"validated": self.score})
+            save_state(self.store, self.state, extra, score=self.score, items=items, files=files)
+        self.saved = step
+        if self.score is not None:
+            self.best = self.score if self.best is None else max(self.best, self.score)
 
 
-def _prompts(config: RunConfig, step: int, count: int, no_signal: Sequence[int]) -> list[int]:
-    """Episodes of the training split for a step; with a curriculum those of its stage only."""
-    stages = max(len(config.data.curriculum), 1)
-    low, high, first = schedule.curriculum(step, config.grpo.steps, stages, count)
-    quiet = [i - low for i in no_signal if low <= i < high]
-    grpo = config.grpo
-    chosen = schedule.grpo_prompts(config.seed, step - first, grpo.prompts, high - low, quiet, grpo.no_signal_share)
-    return [low + i for i in chosen]
-
-
-def _collect(
-    work: Workspace, split: str, indices: Sequence[int], group: int, purpose: str, step: int
-) -> tuple[list[Trajectory], dict[str, float]]:
-    """Trajectories of `group` samples of each episode, and their figures."""
-    environment, stats = work.environment(split), CollectStats()
-    before = work.engine.stats
-    trajectories = collect(
-        work.engine,
-        work.chat,
-        environment,
-        list(indices),
-        group=group,
-        config=work.config.rollout,
-        seed=schedule.collection_seed(work.config.seed, purpose, step),
-        step=step,
-        stats=stats,
-        progress=work.interrupt.check,
-    )
-    right = float(np.mean([bool(t.info.get("full_right")) for t in trajectories]))
-    figures = metrics(trajectories, stats) | work.engine.stats.since(before).figures()
-    figures["rollout_tokens"] = figures.pop("tokens")  # the learner's `tokens` are those trained on
-    return trajectories, figures | {"full_right": right}
-
-
-def _validate(work: Workspace, step: int) -> dict[str, float]:
-    """Figures of the first validation episodes, every `validate_every` steps; otherwise nothing."""
-    config = work.config.grpo
-    if step % config.validate_every or not config.validation_episodes:
-        return {}
-    return _collect(work, "validation", range(config.validation_episodes), 1, VALIDATION, step)[1]
-
-
-def _update(
+def update(
     learner: Learner,
-    state,
+    state: TrainState,
     trajectories: Sequence[Trajectory],
-    config: GRPOConfig,
+    config: RunConfig,
     reference: Params,
-    top_k: int = 0,
-):
+    timer: PhaseTimer,
+    vocabulary: int,
+) -> tuple[TrainState, dict[str, float | None]]:
     """`iterations` optimizer steps on one collection. Returns the new state and the metrics of the last of them."""
-    sequences, left_out, figures = grpo_sequences(trajectories, config)
-    batches = packing.pack(sequences, config.microbatch.row_length, config.microbatch.rows, top_k)
-    if config.kl_coefficient:
-        batches = learner.with_reference(reference, batches)
-    for iteration in range(config.iterations):
-        state, last = learner.step(state, batches, denominator=left_out)
-        if iteration == 0:  # before any update on these trajectories: how far sampler and learner disagree
-            agreement = {"sampler_gap": last["logprob_gap"]}
+    grpo, context = config.grpo, config.rollout.context
+    with timer.phase("reward"):
+        chosen, resampled = choose(trajectories, grpo, context)
+        sequences, left_out, figures = grpo_sequences(chosen, grpo, context)
+        ways = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
+        batches = packing.pack_buckets(sequences, grpo.microbatch, config.rollout.top_k, ways)
+    with timer.phase("probe"):
+        if grpo.old_policy == "learner":
+            batches = learner.with_old(state.params, batches)
+        if grpo.kl_coefficient:
+            batches = learner.with_reference(reference, batches)
+    agreement: Mapping[str, float | None] = {}
+    begun = time.perf_counter()
+    with timer.phase("learn"):
+        for iteration in range(grpo.iterations):
+            state, last = learner.step(state, batches, denominator=left_out)
+            if iteration == 0:  # before any update on these trajectories: how far sampler and learner disagree
+                agreement = {k: last[k] for k in learner_metrics.MISMATCH}
     if not sequences:  # nothing was computed: zeros would read as a collapsed policy
-        means = {"loss", *learner_metrics.PER_TOKEN.values(), *learner_metrics.MAXIMA}
-        last = last | dict.fromkeys(last.keys() & means)
-        agreement = {"sampler_gap": None}
-    return state, last | agreement | figures
+        unknown = dict.fromkeys(last.keys() & learner_metrics.OF_TRAINED_TOKENS)
+        return state, last | unknown | dict.fromkeys(agreement) | figures | resampled
+    lengths = [len(s) for s in sequences]
+    spent = time.perf_counter() - begun
+    speed = phases.throughput(spent, lengths, grpo.iterations, config.policy, vocabulary, learner.mesh.size)
+    return state, last | agreement | figures | resampled | speed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from trace_jax.config import ConfigError
-from trace_jax.learner.checkpoint import restore_state, save_state
+from trace_jax.learner.checkpoint import CheckpointStore, restore_state, save_state
 from trace_jax.learner.objectives import sft_objective
-from trace_jax.learner.packing import Sequence, pack
+from trace_jax.learner.packing import Sequence, pack_buckets
+from trace_jax.learner.step import Learner
 from trace_jax.recipes import phases, schedule, teacher
 from trace_jax.recipes.profile import Profiler
 from trace_jax.recipes.teacher import Lesson
@@ -30,19 +31,27 @@ def train(work: Workspace, lessons: list[Lesson], profile: int = 0) -> dict[str,
     if steps == 0:
         raise ConfigError(f"`sft.batch` ({config.batch}) exceeds the {len(items)} usable transcripts: lower it")
     learner = work.learner(sft_objective(), config.optimizer, steps, Sampling())
-    store = work.store(STAGE)
+    with work.store(STAGE) as store:
+        return _steps(work, learner, store, items, steps, profile)
+
+
+def _steps(
+    work: Workspace, learner: Learner, store: CheckpointStore, items: list[Sequence], steps: int, profile: int
+) -> dict[str, float]:
+    config = work.config.sft
     restored = restore_state(store, learner, work.initial_params)
     state = restored[0] if restored else learner.init(work.initial_params)
     start, metrics = int(state.step), {}
     work.run.truncate(STAGE, start)
     work.interrupt.check()
+    ways = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
     timer, vocabulary = phases.PhaseTimer(), work.chat.tokenizer.vocab_size
     bar = work.progress.bar(STAGE, steps, start)
     with bar as bar, Profiler(work.run.path / "profile", profile) as profiler:
         for step in range(start, steps):
             profiler.step(step)
             chosen = [items[i] for i in schedule.sft_batch(work.config.seed, step, config.batch, len(items))]
-            micro = pack(chosen, config.microbatch.row_length, config.microbatch.rows)
+            micro = pack_buckets(chosen, config.microbatch, ways=ways)
             with timer.phase("learn"):
                 state, metrics = learner.step(state, micro)
             done, spent = step + 1, timer.take()

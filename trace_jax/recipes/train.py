@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.learner import objectives
+from trace_jax.learner import credit, objectives, packing
 from trace_jax.learner.roles import role_meshes
 from trace_jax.recipes import assess, export, grpo, sft, teacher, tracking
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
@@ -55,13 +55,13 @@ def command(
     with run, Interrupt() as interrupt:
         work = Workspace(run, Progress(), interrupt)
         work.progress.note(f"run directory: {run.path}")
-        run.track(track)
         try:
             if source is not None and not resume:
                 _adopt(source, run)
+            run.track(track)
             if name == "train":
                 return _train(work, profile)
-            metrics = _sft(work, profile) if name == "sft" else grpo.train(work)
+            metrics = _sft(work, profile) if name == "sft" else grpo.train(work, profile)
             print(f"{name} finished: {run.path}")
             return {"stage": name, "run_dir": str(run.path), **metrics}
         except Interrupted as stop:
@@ -76,15 +76,11 @@ def check(config: RunConfig) -> None:
         ConfigError: contradicting GRPO fields, a mesh that does not fit the devices, rows that do not split over it.
     """
     objectives.validate(config.grpo)
+    credit.validate(config.grpo, config.rollout.context)
     mesh, _ = role_meshes(config.mesh)
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    for stage in (config.sft, config.grpo):
-        if stage.microbatch.rows % ways:
-            name = "sft" if stage is config.sft else "grpo"
-            raise ConfigError(
-                f"`{name}.microbatch.rows` ({stage.microbatch.rows}) does not split over mesh data x fsdp = {ways}: "
-                f"use a multiple of {ways}"
-            )
+    for name, stage in (("sft", config.sft), ("grpo", config.grpo)):
+        packing.validate(stage.microbatch, f"{name}.microbatch", ways)
 
 
 def _sft(work: Workspace, profile: int = 0) -> dict[str, float]:
@@ -103,7 +99,7 @@ def _train(work: Workspace, profile: int = 0) -> dict[str, Any]:
         final = assess.evaluate(work, agent)
     if work.config.grpo.steps:
         if not work.is_finished("grpo"):
-            grpo.train(work)
+            grpo.train(work, profile)
         final = assess.evaluate(work, "grpo")
     assess.show(work.run.path)
     path = export.write(work, work.latest_stage(), work.run.path / "export")

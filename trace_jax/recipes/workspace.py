@@ -105,6 +105,8 @@ class Workspace:
         return CheckpointStore(
             str(self.run.checkpoints(stage)),
             self.config.keep_checkpoints,
+            keep_best=self.config.grpo.keep_best if stage == "grpo" else 0,
+            background=self.config.save_in_background,
         )
 
     def is_finished(self, stage: str) -> bool:
