@@ -16,53 +16,63 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.config import ConfigError, MeshConfig, OptimizerConfig
+from trace_jax.config import ConfigError, GRPOConfig, MeshConfig, OptimizerConfig
 from trace_jax.learner import checkpoint, multihost, sharding
 from trace_jax.learner.checkpoint import CheckpointStore
-from trace_jax.learner.step import Learner, TrainState
+from trace_jax.learner.objectives import grpo_objective
+from trace_jax.learner.packing import Sequence, pack
+from trace_jax.learner.step import Learner
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 
-AXES = {"matrix": ("embed", "mlp"), "gain": ("embed",), "table": ("vocab", "embed")}
-STEPS_BETWEEN = 20
+AXES = {"matrix": ("embed", "vocab"), "gain": ("embed",), "table": ("vocab", "embed")}
+VOCAB, WIDTH = 4, 8
 
 
 def parameters():
-    """Small binary fractions: adding one to them is exact."""
     rng = np.random.default_rng(0)
-    shapes = {"matrix": (8, 6), "gain": (8,), "table": (4, 8)}
-    return {name: jnp.asarray(rng.integers(0, 1000, shape) / 64, jnp.float32) for name, shape in shapes.items()}
+    shapes = {"matrix": (WIDTH, VOCAB), "gain": (WIDTH,), "table": (VOCAB, WIDTH)}
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def logprob_fn(params, batch):
+    """The smallest policy: a token from the one before it."""
+    hidden = params["table"][jnp.roll(batch.ids, 1, axis=1)] * params["gain"]
+    scores = jax.nn.log_softmax(hidden @ params["matrix"])
+    entropy = -jnp.sum(jnp.exp(scores) * scores, axis=-1)
+    return jnp.take_along_axis(scores, batch.ids[..., None], axis=-1)[..., 0], entropy
 
 
 def learner_on(mesh):
-    """For its states only: it makes no step."""
-    return Learner(None, None, OptimizerConfig(), 6, mesh, AXES)
+    optimizer = OptimizerConfig(learning_rate=0.01, warmup_steps=0)
+    return Learner(logprob_fn, grpo_objective(GRPOConfig()), optimizer, 10, mesh, AXES)
 
 
-def after(state, steps):
-    """What `advance` makes of a state, with NumPy."""
-    return TrainState(
-        step=np.asarray(state.step) + steps,
-        params={k: np.asarray(v) + np.float32(steps) for k, v in state.params.items()},
-        opt_state=jax.tree.map(np.asarray, state.opt_state),
-    )
+def batches(step):
+    """Two micro-batches of four rows, a function of the step."""
+    rng = np.random.default_rng([1, step])
+    ids = rng.integers(0, VOCAB, (8, 10))
+    return pack([Sequence(row, np.arange(10) > 2, float(rng.normal()), -1.4) for row in ids], 10, 4)
 
 
-def make_advance(state):
-    """A step whose collectives cross the processes and which donates the state."""
-
-    def advance(state):
-        # the sum over all devices is finite, so this adds one; XLA cannot know
-        one = jnp.where(jnp.isfinite(sum(jnp.sum(p) for p in state.params.values())), 1, 0)
-        return TrainState(state.step + one, jax.tree.map(lambda p: p + one, state.params), state.opt_state)
-
-    return jax.jit(advance, donate_argnums=0, out_shardings=jax.tree.map(lambda a: a.sharding, state))
+def leaves_of(state):
+    return [np.array(a) for a in jax.tree.leaves((state.params, state.opt_state))]
 
 
-def same(tree, expected):
-    """Whether this process's shards are those of the expected arrays, and are not the whole of them."""
-    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True))
-    equal = all(np.array_equal(s.data, np.asarray(e)[s.index]) for a, e in pairs for s in a.addressable_shards)
-    return equal and any(not a.is_fully_addressable and not a.is_fully_replicated for a, _ in pairs)
+def host(tree):
+    """This process's shards of every array: {leaf and index: values}; some array must be spread over the processes."""
+    leaves = jax.tree.leaves(tree)
+    assert any(not a.is_fully_addressable and not a.is_fully_replicated for a in leaves)
+    return {(i, str(s.index)): np.array(s.data) for i, a in enumerate(leaves) for s in a.addressable_shards}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def error_to(tree, expected):
+    """Largest difference of this process's shards to whole arrays, in order of leaves."""
+    pairs = zip(jax.tree.leaves(tree), expected, strict=True)
+    return max(float(np.abs(s.data - e[s.index]).max()) for a, e in pairs for s in a.addressable_shards)
 
 
 def error_of(call):
@@ -86,30 +96,34 @@ def check(directory, process, interrupt):
     cubes = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     out = {"process": multihost.index(), "devices": len(jax.devices())}
 
-    # one device -> 2 x 2 x 2 over two processes
+    # one device -> 2 x 2 x 2 over two processes, and on from there
     learner = learner_on(cubes)
-    one = CheckpointStore(directory / "one")
-    state, extra = checkpoint.restore_state(one, learner, parameters())
-    origin = after(learner_on(sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])).init(parameters()), 0)
-    out["restored_one"] = same(state, origin) and extra == {"k": 7}
+    state, extra = checkpoint.restore_state(CheckpointStore(directory / "one"), learner, parameters())
+    single = np.load(directory / "single.npz")  # of one device: the state that was saved, and three steps later
+    count = len(single) // 2
+    out["restored_one"] = error_to((state.params, state.opt_state), [single[f"begin{i}"] for i in range(count)])
+    out["extra"] = extra
 
     # saves in the background, while the devices of both processes work together on the donated state
-    advance = make_advance(state)
     store = CheckpointStore(directory / "two", keep=1, keep_best=1, background=True)
+    were = []
     for score in (2.0, 1.0, 1.5):
+        were.append(host(state))
         files = {"rollouts": f"of process {process} at {score}".encode()}
         sampler = {"sampler": {"matrix": state.params["matrix"]}}
         checkpoint.save_state(store, state, {"score": score}, score=score, items=sampler, files=files)
-        for _ in range(STEPS_BETWEEN):
-            state = advance(state)
-    out["trained"] = same(state, after(origin, 3 * STEPS_BETWEEN))
+        state, metrics = learner.step(state, batches(int(state.step)))
+    out["trained"] = error_to((state.params, state.opt_state), [single[f"end{i}"] for i in range(count)])
+    out["loss"] = metrics["loss"]
     out["steps"], out["best"] = store.steps(), store.best()
-    newest = after(origin, 2 * STEPS_BETWEEN)
-    out["restored_two"] = same(checkpoint.restore_state(store, learner, parameters())[0], newest)
+    out["restored_two"] = same(host(checkpoint.restore_state(store, learner, parameters())[0]), were[2])
     flat = learner_on(sharding.make_mesh(MeshConfig(fsdp=4, data=2)))
-    out["restored_flat"] = same(checkpoint.restore_state(store, flat, parameters())[0], newest)
-    sampler, _ = store.restore(0, {"sampler": {"matrix": state.params["matrix"]}})
-    out["restored_item"] = same(sampler["sampler"], {"matrix": origin.params["matrix"]})
+    again, _ = checkpoint.restore_state(store, flat, parameters())
+    back = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), again, state)
+    out["restored_flat"] = same(host(back), were[2]) and again.params["gain"].sharding != back.params["gain"].sharding
+    whole = {"matrix": jax.ShapeDtypeStruct(state.params["matrix"].shape, jnp.float32)}  # on one device of each process
+    best, _ = store.restore(1, {"sampler": whole})
+    out["restored_item"] = error_to(best, [single["begin1"]])
 
     # one process cannot write: nobody has a new checkpoint and both say why
     fingerprint = checkpoint.fingerprint

@@ -148,10 +148,13 @@ def test_directory_that_cannot_be_made(tmp_path):
     assert (tmp_path / "file").is_file()
 
 
-def run(directory, until, trouble=()):
+def run(directory, until, how=()):
+    """One process; those of a test share what they compile."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "cache")}
     done = subprocess.run(
-        [sys.executable, "-W", "always", str(SCRIPT), str(directory), str(until), *trouble],
+        [sys.executable, "-W", "always", str(SCRIPT), str(directory), str(until), *how],
         capture_output=True, text=True, timeout=300,
+        env={"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"} | cache | os.environ,
     )  # fmt: skip
     out = done.stdout.strip().splitlines()
     return done.returncode, json.loads(out[-1]) if out else None, done.stderr
