@@ -200,9 +200,9 @@ def test_a_service_that_cannot_be_used_is_one_line(wandb, tmp_path, monkeypatch,
         raise RuntimeError("No API key\nconfigured.")
 
     wandb.init = refuse
-    with RunDirectory.create(tmp_path / "r", RunConfig()) as run:
-        with pytest.raises(ConfigError, match=r"No API key configured\. Log in .* WANDB_MODE=offline"):
-            run.track("wandb")
+    said = r"No API key configured\. Log in .* WANDB_MODE=offline"
+    with RunDirectory.create(tmp_path / "r", RunConfig()) as run, pytest.raises(ConfigError, match=said):
+        run.track("wandb")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["sft", "--track", "wandb", "--run-dir", str(tmp_path / "new")]) == 2
     said = capsys.readouterr().err

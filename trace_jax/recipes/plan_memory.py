@@ -17,14 +17,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from trace_jax.config import RunConfig
-from trace_jax.learner import sharding
+from trace_jax.learner import packing, sharding
 from trace_jax.policy.cache import default_block
 from trace_jax.policy.transformer import Transformer, logical_axes
 
 FLOAT = 4  # bytes of a parameter, of a moment and of a score
 SCORE_CHUNK = 1024  # tokens of a device whose scores over the vocabulary exist at once (`policy.logprobs`)
 SCORE_COPIES = 4  # of them: scores, log-probabilities, probabilities, their gradient
-STREAMS = 37  # bytes of a token in a micro-batch: nine streams of four bytes and a mask
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,9 @@ def estimate(config: RunConfig, vocab_size: int, learner: Mesh, sampler: Mesh) -
     Returns:
         Learner: `parameters`, `moments` (Adam's two), `gradients` (accumulated, and those of a micro-batch),
         `activations` of a micro-batch, `scores` over the vocabulary, `batch`, `reference` (the policy that the KL
-        penalty pulls to), `versions` (earlier parameters that are still sampled with). Sampler: `sampler_parameters` (0 when it reads the learner's), `kv_cache` with every slot
-        full, `sampling` (scores of a decoding step). `learner` and `sampler` are their sums, `total` what the fullest
-        device needs.
+        penalty pulls to), `versions` (earlier parameters that are still sampled with). Sampler: `sampler_parameters` (0
+        when it reads the learner's), `kv_cache` with every slot full, `sampling` (scores of a decoding step). `learner`
+        and `sampler` are their sums, `total` what the fullest device needs.
     """
     sizes = Sizes.of(config, vocab_size)
     held = sizes.bytes_on(learner)
@@ -119,7 +118,7 @@ def _micro_batch(config: RunConfig, vocab_size: int, mesh: Mesh) -> dict[str, in
     weights = 3 * FLOAT * rows * (policy.heads / tensor) * block * shape.row_length
     bias = FLOAT * rows * shape.row_length**2
     scores = SCORE_COPIES * FLOAT * min(SCORE_CHUNK, tokens) * vocab_size / tensor
-    streams = STREAMS + 4 * config.rollout.top_k
+    streams = sum(x.nbytes for x in jax.tree.leaves(packing.empty_batch(1, 1, config.rollout.top_k)))
     return {
         "activations": int(tokens * (layers + 2 * wide * policy.width) + weights + bias),
         "scores": int(scores),
