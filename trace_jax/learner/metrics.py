@@ -14,7 +14,7 @@ PER_TOKEN = {
     "entropy": "entropy",  # nats; a fall towards 0 means exploration is dying
     "logprob": "logprob",  # mean log-probability of the trained tokens under the new policy
     "ratio": "ratio_mean",  # new / old; 1 before any update, unless the old policy is a sampler that disagrees
-    "clipped": "clip_fraction",  # share of tokens that the clip acted on; beyond ~0.2 (GSPO: ~0.5) steps are too large
+    "clipped": "clip_fraction",  # share that the clip acted on; beyond ~0.2 steps are too large (GSPO: 0.15 is usual)
     "old_kl": "approx_kl",  # k3 estimate of KL(old || new), nats
     "logprob_gap": "logprob_gap",  # mean |new - old| log-prob
     "reference_kl": "reference_kl",  # estimate (`grpo.kl_estimator`) of KL(new || reference policy), nats
