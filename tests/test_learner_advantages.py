@@ -78,7 +78,7 @@ def test_equal_to_the_definition(delivery, divide_std, baseline, drop_constant, 
         lost_members=lost_members, members=members, crashed=crashed,
     )  # fmt: skip
     expected = brute_force(rows, divide_std, baseline, drop_constant, lost_members, members)
-    np.testing.assert_allclose(got.values, [v for v, _ in expected], rtol=1e-6, atol=0)
+    np.testing.assert_allclose(got.values, [v for v, _ in expected], rtol=1e-6, atol=1e-9)
     assert got.kept.tolist() == [k for _, k in expected]
     episodes = {(g, s) for g, s, _, _ in rows}
     dead = {(g, s) for g, s, _, c in rows if c}

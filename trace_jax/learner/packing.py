@@ -1,8 +1,8 @@
-"""Packing token sequences into rows of a fixed length.
+"""Packing token sequences into rows of a fixed length, or of a few (buckets).
 
-A micro-batch always has the same shape, so the gradient is compiled once. A sequence never crosses a row; several share
-one, told apart by `segments`, each with its own positions from 0. Nothing that the learner computes depends on which
-sequences share a row.
+Micro-batches have one shape for each row length, so the gradient is compiled as often as there are lengths. A sequence
+never crosses a row; several share one, told apart by `segments`, each with its own positions from 0. Nothing that the
+learner computes depends on which sequences share a row or on its length.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
+from functools import cache
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from trace_jax.config import ConfigError
+from trace_jax.config import BatchConfig, ConfigError
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class LearnerBatch:
     kept: Int[Array, "rows time k"] | None = None
 
 
+SHORTEST = 16  # row length, tokens
+
 _DTYPES = {"ids": np.int32, "positions": np.int32, "segments": np.int32, "loss_mask": bool}
 
 
@@ -108,6 +111,19 @@ def layout(lengths: Seq[int], row_length: int) -> list[tuple[int, int]]:
     return places
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Where sequences are to go.
+
+    Attributes:
+        shapes: rows and row length of each micro-batch.
+        places: micro-batch, row and offset of each sequence.
+    """
+
+    shapes: list[tuple[int, int]]
+    places: list[tuple[int, int, int]]
+
+
 def pack(sequences: Seq[Sequence], row_length: int, rows: int, top_k: int = 0) -> list[LearnerBatch]:
     """Packs sequences into micro-batches of `rows` x `row_length`; the last one is filled up with padding rows.
 
@@ -121,32 +137,188 @@ def pack(sequences: Seq[Sequence], row_length: int, rows: int, top_k: int = 0) -
         ValueError: a sequence is empty, its arrays disagree in length, its first token is trained on, it keeps more
             than `top_k` ids a token, or a trained token is not among those kept in its place.
     """
-    for i, s in enumerate(sequences):
-        _check(i, s, top_k)
-    places = layout([len(s) for s in sequences], row_length)
-    used = 1 + max((row for row, _ in places), default=0)  # no sequences: one micro-batch of padding
-    whole = empty_batch(row_length, -(-used // rows) * rows, top_k)
-    segments_in_row = np.zeros(len(whole.ids), np.int32)
-    for i in sorted(range(len(sequences)), key=places.__getitem__):
-        s, (row, start) = sequences[i], places[i]
-        at = (row, slice(start, start + len(s)))
-        segments_in_row[row] += 1
-        whole.ids[at] = s.ids
-        whole.positions[at] = np.arange(len(s))
-        whole.segments[at] = segments_in_row[row]
-        whole.loss_mask[at] = s.loss_mask
-        whole.advantages[at] = s.advantages
-        whole.old_logprobs[at] = whole.behaviour_logprobs[at] = s.old_logprobs
-        whole.weights[at] = s.weight
-        if s.kept is not None:
-            whole.kept[at][:, : s.kept.shape[1]] = s.kept
-    return [jax.tree.map(lambda a, b=b: a[b : b + rows], whole) for b in range(0, len(whole.ids), rows)]
+    return pack_buckets(sequences, BatchConfig(row_length, rows), top_k)
 
 
 def unpack(values: Seq[Float[np.ndarray, "rows time"]], lengths: Seq[int], row_length: int) -> list[np.ndarray]:
     """Per-token values of micro-batches (in the order of `pack`) as one array per sequence, in the order packed."""
-    rows = np.concatenate([np.asarray(v) for v in values]) if values else np.zeros((0, row_length), np.float32)
-    return [rows[row, start : start + n] for n, (row, start) in zip(lengths, layout(lengths, row_length), strict=True)]
+    rows = len(values[0]) if len(values) else 1
+    return unpack_buckets(values, lengths, BatchConfig(row_length, rows))
+
+
+def pack_buckets(sequences: Seq[Sequence], config: BatchConfig, top_k: int = 0, ways: int = 1) -> list[LearnerBatch]:
+    """Packs sequences into micro-batches of the shapes of `bucket_rows`, see `plan`; without buckets as `pack`.
+
+    Args:
+        top_k: as of `pack`.
+        ways: devices that the rows of a micro-batch are split over.
+
+    Raises:
+        ConfigError, ValueError: as `pack` and `validate`.
+    """
+    for i, s in enumerate(sequences):
+        _check(i, s, top_k)
+    planned = plan([len(s) for s in sequences], config, ways)
+    batches = [empty_batch(length, rows, top_k) for rows, length in planned.shapes]
+    segments = [np.zeros(rows, np.int32) for rows, _ in planned.shapes]  # sequences in each row so far
+    for i in sorted(range(len(sequences)), key=planned.places.__getitem__):
+        s, (number, row, start) = sequences[i], planned.places[i]
+        at, batch = (row, slice(start, start + len(s))), batches[number]
+        segments[number][row] += 1
+        batch.ids[at] = s.ids
+        batch.positions[at] = np.arange(len(s))
+        batch.segments[at] = segments[number][row]
+        batch.loss_mask[at] = s.loss_mask
+        batch.advantages[at] = s.advantages
+        batch.old_logprobs[at] = batch.behaviour_logprobs[at] = s.old_logprobs
+        batch.weights[at] = s.weight
+        if s.kept is not None:
+            batch.kept[at][:, : s.kept.shape[1]] = s.kept
+    return batches
+
+
+def unpack_buckets(
+    values: Seq[Float[np.ndarray, "rows time"]], lengths: Seq[int], config: BatchConfig, ways: int = 1
+) -> list[np.ndarray]:
+    """Per-token values of the micro-batches of `pack_buckets` as one array per sequence, in the order packed."""
+    places = plan(lengths, config, ways).places
+    values = [np.asarray(v) for v in values]
+    return [values[b][row, start : start + n] for n, (b, row, start) in zip(lengths, places, strict=True)]
+
+
+def validate(config: BatchConfig, section: str = "microbatch", ways: int = 1) -> None:
+    """Refuses shapes that cannot be, or that no sequence would need.
+
+    Args:
+        section: name of the section for messages, e.g. "grpo.microbatch".
+        ways: devices that the rows of a micro-batch are split over.
+
+    Raises:
+        ConfigError: naming the field and what to set it to.
+    """
+    if config.rows % ways:
+        raise ConfigError(
+            f"`{section}.rows` {config.rows} does not split over mesh data x fsdp = {ways} devices: "
+            f"use a multiple of {ways}"
+        )
+    buckets = list(config.buckets)
+    shown = f"`{section}.buckets` {buckets}"
+    if buckets != sorted(set(buckets)):
+        raise ConfigError(f"{shown} must ascend and name no length twice: {sorted(set(buckets))}")
+    if buckets and buckets[0] < SHORTEST:
+        raise ConfigError(f"{shown} has rows of {buckets[0]} tokens: leave out those below {SHORTEST}")
+    if buckets and buckets[-1] >= config.row_length:
+        raise ConfigError(
+            f"{shown} must be shorter than `{section}.row_length` ({config.row_length}), the longest there is: "
+            f"leave out {', '.join(str(b) for b in buckets if b >= config.row_length)}"
+        )
+
+
+def bucket_rows(config: BatchConfig, ways: int = 1) -> dict[int, int]:
+    """Rows of a micro-batch for every row length, longest first: as many as `row_length` x `rows` tokens have room for,
+    in multiples of `ways`.
+
+    Raises:
+        ConfigError: see `validate`.
+    """
+    validate(config, ways=ways)
+    budget = config.row_length * config.rows
+    return {n: budget // n // ways * ways for n in (config.row_length, *reversed(config.buckets))}
+
+
+def plan(lengths: Seq[int], config: BatchConfig, ways: int = 1) -> Plan:
+    """Micro-batches for sequences of these lengths, with few computed positions and never more than without buckets.
+
+    Rows are filled in several ways (best fit into the longest rows; the fullest row that greedy filling finds among all
+    lengths, or among all but the shortest ones). For each, rows are distributed over micro-batches of the shortest
+    length that they fit, except where they cost nothing in a longer one that has room. The cheapest is taken; of
+    equals, that with the shortest rows.
+
+    Returns:
+        A deterministic function of the arguments; long rows come first. Without sequences: one micro-batch.
+
+    Raises:
+        ConfigError: a sequence is longer than `row_length`, or see `validate`.
+    """
+    rows_of = bucket_rows(config, ways)
+    places = layout(lengths, config.row_length)
+    if not lengths:
+        return Plan([(config.rows, config.row_length)], [])
+    best_fit: list[list[int]] = [[] for _ in range(1 + max(row for row, _ in places))]
+    for i in sorted(range(len(lengths)), key=places.__getitem__):
+        best_fit[places[i][0]].append(i)
+    if len(rows_of) == 1:
+        return _placed(best_fit, lengths, rows_of, [-(-len(best_fit) // config.rows)])
+    ascending = sorted(rows_of)
+    candidates = [best_fit, *(_fullest_rows(lengths, ascending[i:]) for i in range(len(ascending)))]
+    candidates = [sorted(rows, key=lambda row: -sum(lengths[i] for i in row)) for rows in candidates]
+    results = [(*_distribute([sum(lengths[i] for i in row) for row in rows], rows_of), rows) for rows in candidates]
+    _, counts, rows = min(results, key=lambda r: r[0])
+    return _placed(rows, lengths, rows_of, counts)
+
+
+def _fullest_rows(lengths: Seq[int], row_lengths: Seq[int]) -> list[list[int]]:
+    """Sequences of each row: the longest that is left, then always the longest that still fits, in the row length
+    (ascending) that leaves the smallest share of itself empty."""
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
+    sizes = [lengths[i] for i in order]
+    rows = []
+    while sizes:
+        best: tuple[float, list[int]] = (2.0, [])
+        for length in row_lengths[bisect_left(row_lengths, sizes[-1]) :]:
+            at, room, taken = len(sizes) - 1, length, []
+            while at >= 0:
+                room -= sizes[at]
+                taken.append(at)
+                at = bisect_left(sizes, room + 1, 0, at) - 1
+            best = min(best, (room / length, taken), key=lambda b: b[0])
+        rows.append([order[at] for at in best[1]])
+        for at in best[1]:  # descending, so that the rest keep their place
+            del sizes[at], order[at]
+    return rows
+
+
+def _distribute(used: Seq[int], rows_of: dict[int, int]) -> tuple[tuple[int, int], list[int]]:
+    """How many micro-batches of each row length hold rows of which `used` tokens (descending) are taken.
+
+    The first rows go to the longest micro-batches. Of these there are as many as are needed for rows that are too long
+    for the next ones, or one more, which may take up what would leave others nearly empty.
+
+    Returns:
+        Computed positions and, for ties, pairs of positions in one row; numbers in the order of `rows_of`.
+    """
+    shapes = list(rows_of.items())
+    # rows that have to be in micro-batches up to this length's
+    due = [sum(u > length for u in used) for length, _ in shapes[1:]] + [len(used)]
+
+    @cache
+    def cheapest(kind: int, done: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+        if kind == len(shapes):
+            return (0, 0), ()
+        length, rows = shapes[kind]
+        least = max(-(-(due[kind] - done) // rows), 0)
+        options = []
+        for count in (least, least + 1) if done < len(used) else (0,):
+            (positions, pairs), rest = cheapest(kind + 1, min(done + count * rows, len(used)))
+            here = count * rows * length
+            options.append(((positions + here, pairs + here * length), (count, *rest)))
+        return min(options)
+
+    cost, counts = cheapest(0, 0)
+    return cost, list(counts)
+
+
+def _placed(rows: Seq[Seq[int]], lengths: Seq[int], rows_of: dict[int, int], counts: Seq[int]) -> Plan:
+    """Rows, in order, in `counts` micro-batches of each row length."""
+    shapes = [(n, length) for (length, n), count in zip(rows_of.items(), counts, strict=True) for _ in range(count)]
+    spots = [(number, row) for number, (n, _) in enumerate(shapes) for row in range(n)]
+    places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(lengths)
+    for spot, row in zip(spots, rows, strict=False):  # spots without a row are padding
+        start = 0
+        for i in row:
+            places[i] = (*spot, start)
+            start += lengths[i]
+    return Plan(shapes, places)
 
 
 def _check(index: int, s: Sequence, top_k: int) -> None:
