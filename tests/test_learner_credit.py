@@ -42,9 +42,11 @@ def test_sequences_of_a_batch():
     sequences, left_out, metrics = grpo_sequences(batch, FOUR)
     assert [s.advantages for s in sequences] == [0.75, -0.25, -0.25, -0.25]
     assert left_out == 16 and metrics["computed_episodes"] == 0.5 and metrics["constant_groups"] == 0.5
-    # a KL term gives constant groups a gradient: they are computed
-    sequences, left_out, _ = grpo_sequences(batch, replace(FOUR, kl_coefficient=0.01))
-    assert len(sequences) == 8 and left_out == 0
+    # a KL term gives constant groups a gradient, and a mask may take some of their tokens out: they are computed
+    for change in ({"kl_coefficient": 0.01}, {"correction": "mask_tokens"}, {"correction": "mask_sequences"}):
+        sequences, left_out, _ = grpo_sequences(batch, replace(FOUR, **change))
+        assert len(sequences) == 8 and left_out == 0
+    assert grpo_sequences(batch, replace(FOUR, correction="truncate"))[1] == 16
     # dynamic sampling drops them from numerator and denominator; so does what resampling did not replace
     for policy in ("drop", "resample"):
         for coefficient in (0.0, 0.01):
@@ -174,13 +176,10 @@ def test_overlong_penalty_comes_before_the_groups_statistics():
         grpo_sequences(batch, config)
 
 
-def test_overlong_settings_that_cannot_be_meant():
+def test_overlong_buffer_must_be_shorter_than_the_context():
     validate(GRPOConfig(overlong_buffer=99), 100)
-    validate(GRPOConfig(overlong_penalty=0.0), 100)
     with pytest.raises(ConfigError, match="overlong_buffer` is 100.*lower"):
         validate(GRPOConfig(overlong_buffer=100), 100)
-    with pytest.raises(ConfigError, match="overlong_penalty` is 0"):
-        validate(GRPOConfig(overlong_buffer=10, overlong_penalty=0.0), 100)
 
 
 def test_greedy_trajectories_are_refused():

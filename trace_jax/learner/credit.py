@@ -41,7 +41,7 @@ TokenAdvantages = Callable[[Trajectory, float], Float[np.ndarray, " n"]]
 
 
 def validate(config: GRPOConfig, context: int) -> None:
-    """Refuses an overlong penalty that would reach every trajectory, or none.
+    """Refuses an overlong penalty that would reach every trajectory.
 
     Raises:
         ConfigError: naming the field and what to set it to.
@@ -50,11 +50,6 @@ def validate(config: GRPOConfig, context: int) -> None:
         raise ConfigError(
             f"`grpo.overlong_buffer` is {config.overlong_buffer}, `rollout.context` {context}: every trajectory would "
             "be penalised, lower the buffer"
-        )
-    if config.overlong_buffer and not config.overlong_penalty:
-        raise ConfigError(
-            f"`grpo.overlong_buffer` is {config.overlong_buffer}, but `grpo.overlong_penalty` is 0: raise it, or set "
-            "the buffer to 0 for no penalty"
         )
 
 
@@ -142,8 +137,9 @@ def grpo_sequences(
 ) -> tuple[list[Sequence], float, dict[str, float]]:
     """Every sampled token of an episode gets the advantage of the episode inside its group.
 
-    Groups without spread count in the mean unless `constant_groups` drops them. As they carry no gradient (unless a KL
-    or entropy term gives them one), they are not computed even then: pass the returned denominator to `Learner.step`.
+    Groups without spread count in the mean unless `constant_groups` drops them. As they carry no gradient, they are not
+    computed even then (unless a KL or entropy term gives them one, or a correction may mask some of their tokens): pass
+    the returned denominator to `Learner.step`.
 
     Args:
         trajectories: in any order; groups may be partial and their ids are `Trajectory.group`.
@@ -159,7 +155,8 @@ def grpo_sequences(
         ConfigError: a trajectory was sampled greedily.
     """
     result = outcome_advantages(trajectories, config, context, keep_constant=token_advantages is not None)
-    regularised = config.kl_coefficient > 0 or config.entropy_coefficient > 0
+    # a mask takes tokens out of the denominator, too: which ones is only known once they are computed
+    needed = config.kl_coefficient > 0 or config.entropy_coefficient > 0 or config.correction.startswith("mask")
     sequences: list[Sequence] = []
     left_out = 0.0
     for t, advantage, kept in zip(trajectories, result.values.tolist(), result.kept, strict=True):
@@ -167,7 +164,7 @@ def grpo_sequences(
             continue
         tokens = advantage if token_advantages is None else token_advantages(t, advantage)
         sequence = Sequence(t.ids, t.loss_mask, tokens, t.behaviour_logprobs(), kept=t.kept)
-        if regularised or np.any(np.where(t.loss_mask, tokens, 0.0)):
+        if needed or np.any(np.where(t.loss_mask, tokens, 0.0)):
             sequences.append(sequence)
         else:
             left_out += denominator(sequence, config.aggregation)
