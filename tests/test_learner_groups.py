@@ -67,7 +67,13 @@ def test_first_useful_groups_are_trained_on():
     assert missing(third, CONFIG) == 0
     chosen, figures = choose(third, CONFIG)
     assert sorted({t.group for t in chosen}) == [1, 4, 5] and len(chosen) == 9
-    assert figures == {"resampled_groups": 4.0, "useless_groups": pytest.approx(3 / 7), "chosen_groups": 3.0}
+    assert figures == {
+        "resampled_groups": 4.0, "useless_groups": pytest.approx(3 / 7), "chosen_groups": 3.0,
+        "constant_groups": pytest.approx(3 / 7), "dropped_groups": 0.0, "crashed_episodes": 0.0, "missing_episodes": 0.0,
+    }  # fmt: skip
+    # choosing does not hide what was lost
+    lost = choose(third + group(7, VARIED, LOST), CONFIG)[1]
+    assert lost["dropped_groups"] == 1 and lost["crashed_episodes"] == 2 and lost["useless_groups"] == 0.5
     # the bound was reached before: what is there is trained on, nothing else
     chosen, figures = choose(second, CONFIG)
     assert sorted({t.group for t in chosen}) == [1, 4] and figures["chosen_groups"] == 2

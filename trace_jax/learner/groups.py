@@ -13,6 +13,9 @@ from typing import TypeVar
 from trace_jax.config import GRPOConfig
 from trace_jax.learner.credit import Trajectory, is_trained, outcome_advantages
 
+# What the chosen groups know nothing of, or too little
+_HIDDEN = ("constant_groups", "dropped_groups", "crashed_episodes", "missing_episodes")
+
 T = TypeVar("T", bound=Trajectory)
 
 
@@ -55,14 +58,16 @@ def choose(
     Returns:
         Trajectories in their given order, and with "resample" the metrics
         `resampled_groups`: groups beyond the first `prompts`; `useless_groups`: share of all groups (near 1: prompts
-        are too easy or too hard); `chosen_groups`: fewer than `prompts` when `resample_limit` ended the search.
+        are too easy or too hard); `chosen_groups`: fewer than `prompts` when `resample_limit` ended the search; and
+        of `outcome_advantages` over all groups those that choosing hides: let them replace the ones of the chosen.
     """
     if config.constant_groups != "resample":
         return list(trajectories), {}
     groups = sorted({t.group for t in trajectories})
     idle = set(useless(trajectories, config, context, turn_credit))
     chosen = set([g for g in groups if g not in idle][: config.prompts])
-    return [t for t in trajectories if t.group in chosen], {
+    whole = outcome_advantages(trajectories, config, context).metrics
+    return [t for t in trajectories if t.group in chosen], {k: whole[k] for k in _HIDDEN} | {
         "resampled_groups": float(max(len(groups) - config.prompts, 0)),
         "useless_groups": len(idle) / max(len(groups), 1),
         "chosen_groups": float(len(chosen)),
