@@ -69,7 +69,8 @@ def test_first_useful_groups_are_trained_on():
     assert sorted({t.group for t in chosen}) == [1, 4, 5] and len(chosen) == 9
     assert figures == {
         "resampled_groups": 4.0, "useless_groups": pytest.approx(3 / 7), "chosen_groups": 3.0,
-        "constant_groups": pytest.approx(3 / 7), "dropped_groups": 0.0, "crashed_episodes": 0.0, "missing_episodes": 0.0,
+        "constant_groups": pytest.approx(3 / 7), "dropped_groups": 0.0,
+        "crashed_episodes": 0.0, "missing_episodes": 0.0,
     }  # fmt: skip
     # choosing does not hide what was lost
     lost = choose(third + group(7, VARIED, LOST), CONFIG)[1]
