@@ -40,6 +40,7 @@ from trace_jax.learner.checkpoint_files import (
     MANIFEST,
     PARTIAL,
     Folder,
+    abstract,
     check_arrays,
     describe,
     fingerprint,
@@ -211,7 +212,7 @@ class CheckpointStore:
         for name, like in items.items():
             try:
                 with quiet():
-                    arrays = self._reader.restore(path / name, args=ocp.args.StandardRestore(_abstract(flatten(like))))
+                    arrays = self._reader.restore(path / name, args=ocp.args.StandardRestore(abstract(flatten(like))))
             except Exception as error:
                 raise ConfigError(f"checkpoint {path} cannot be read ({one_line(error)}): {mend(path)}") from error
             restored[name] = jax.tree.unflatten(jax.tree.structure(like), [arrays[n] for n in flatten(like)])
@@ -399,11 +400,3 @@ def _own(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def _size(file: bytes | os.PathLike) -> int:
     return len(file) if isinstance(file, bytes) else epath.Path(file).stat().length
-
-
-def _abstract(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return {
-        k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(a, "sharding", None) or default)
-        for k, a in arrays.items()
-    }

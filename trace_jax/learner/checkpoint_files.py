@@ -159,6 +159,15 @@ def describe(arrays: Mapping[str, Any]) -> dict[str, list]:
     return {name: [list(a.shape), str(a.dtype)] for name, a in arrays.items()}
 
 
+def abstract(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What to restore arrays as: where they have no sharding, whole on this process's first device."""
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return {
+        k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(a, "sharding", None) or default)
+        for k, a in arrays.items()
+    }
+
+
 def list_files(root: epath.Path) -> list[str]:
     """Files below a directory, relative to it, in order."""
     found: list[str] = []
