@@ -11,6 +11,7 @@ from trace_jax.config_rules import shown
 
 MOST_REPEATS = 1000
 KINDS = ("sim", "tools", "rollout", "learner")
+COMPARED = ("rollout", "learner")  # to other programs
 
 
 def run(kind: str, config: RunConfig, *, repeats: int = 5, peers: str | Path | None = None) -> dict[str, Any]:
@@ -19,12 +20,12 @@ def run(kind: str, config: RunConfig, *, repeats: int = 5, peers: str | Path | N
     Args:
         kind: one of `KINDS`.
         repeats: timed repetitions; medians are reported.
-        peers: for "rollout", a Python with the packages it is compared to.
+        peers: for "rollout" and "learner", a Python with the packages they are compared to.
 
     Returns:
         JSON-able: `kind`, `repeats`, `machine`, `sizes` (what was run), `floor` (measured limits of the machine),
-        `measured` (rates), `share` (measured over floor, between 0 and about 1). "sim" and "rollout"
-        add their headline figures at the top level and a `table`; a `note` and a `warning`, if any, are for people.
+        `measured` (rates), `share` (measured over floor, between 0 and about 1). "sim", "rollout" and "learner" add
+        their headline figures at the top level and a `table`; a `note` and a `warning`, if any, are for people.
 
     Raises:
         ConfigError: unknown kind, no repetition, or peers of a kind that has none.
@@ -33,12 +34,12 @@ def run(kind: str, config: RunConfig, *, repeats: int = 5, peers: str | Path | N
         raise ConfigError(f"unknown benchmark {kind!r}: choose one of {', '.join(KINDS)}")
     if not 1 <= repeats <= MOST_REPEATS:
         raise ConfigError(f"--repeats {shown(repeats)}: use between 1 and {MOST_REPEATS}")
-    if peers is not None and kind != "rollout":
+    if peers is not None and kind not in COMPARED:
         raise ConfigError(f"bench {kind} is compared to no other program: leave --peers out")
     from trace_jax.bench import measure
 
     # Each benchmark imports its own layer only when it is asked for.
-    more = {"peers": peers} if kind == "rollout" else {}
+    more = {"peers": peers} if kind in COMPARED else {}
     result = importlib.import_module(f"trace_jax.bench.{kind}").run(config, repeats, **more)
     return {"kind": kind, "repeats": repeats, "machine": measure.machine(), **result}
 
