@@ -48,7 +48,7 @@ def test_fields_not_given_keep_their_defaults(tmp_path):
 
 def test_overrides_win_over_the_file(tmp_path):
     config = load(tmp_path, "grpo: {steps: 7}", ("grpo.steps", "9"), ("name", "12"), ("policy.remat", "true"))
-    assert (config.grpo.steps, config.name, config.policy.remat) == (9, "12", True)
+    assert (config.grpo.steps, config.name, config.policy.remat) == (9, "12", "full")
 
 
 def test_types_are_kept_exactly(tmp_path):

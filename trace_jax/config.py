@@ -84,7 +84,9 @@ class PolicyConfig:
     tie_embeddings: bool = True
     max_length: int = 512  # longest sequence (positions) the policy may see
     dtype: str = "float32"  # compute type: "float32" | "bfloat16"; parameters stay float32
-    remat: bool = False  # recompute activations of each layer in the backward pass
+    # What the backward pass computes again in each layer: "none" | what is not a matmul ("dots") | all of it ("full").
+    # Less memory for more time; a file may still say false or true for "none" or "full".
+    remat: str = "none"
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,8 @@ def convert(value: Any, kind: Any, name: str, where: str) -> Any:
     Raises:
         ConfigError: the value has another type; `where` names the file or the command line.
     """
+    if name == "policy.remat":  # was true or false once; on the command line every value of a text field is text
+        value = {"true": "full", "false": "none"}.get(str(value).lower(), value)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:

@@ -15,6 +15,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "simulator.difficulty": ("easy", "paper", "hard"),
     "environment.prompt": ("compact", "full"),
     "policy.dtype": ("float32", "bfloat16"),
+    "policy.remat": ("none", "dots", "full"),
     "rollout.cache_dtype": ("float32", "bfloat16"),
     "rollout.stale_cache": ("refill", "keep"),
     "sft.optimizer.schedule": ("constant", "cosine"),

@@ -6,15 +6,17 @@ Everything is placed through the mesh even when it is one device, so that a lapt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trace_jax.config import ConfigError, MeshConfig
+from trace_jax.policy.placement import ANYWHERE, Placement
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 
@@ -29,7 +31,37 @@ RULES: Mapping[str, str | None] = {
     "mlp": "tensor",
     "experts": "expert",
 }
-BATCH_SPEC = PartitionSpec(("data", "fsdp"), None)  # [rows, time]
+ROWS = ("data", "fsdp")  # mesh axes over which the rows of a batch are split
+BATCH_SPEC = PartitionSpec(ROWS, None)  # [rows, time]
+
+
+@dataclass(frozen=True)
+class MeshPlacement(Placement):
+    """Placement of the arrays of a training pass on a mesh.
+
+    In use an array is split like a stored one but for `embed`: weights are gathered over fsdp, layer by layer, and
+    activations are split by rows.
+    """
+
+    mesh: AbstractMesh | None = None
+
+    def used(self, array, axes):
+        entries = [{"rows": ROWS, "embed": None, "": None}.get(a, RULES.get(a)) for a in axes]
+        return self._on(array, entries)
+
+    def stored(self, array, axes):
+        return self._on(array, [RULES[a] for a in axes])
+
+    def _on(self, array, entries):
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*entries)))
+
+
+def placement() -> Placement:
+    """Placement on the mesh that a function is traced for (`jax.sharding.use_abstract_mesh`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return ANYWHERE
+    return MeshPlacement(blocks=prod(mesh.shape[a] for a in ROWS), mesh=mesh)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -102,13 +134,19 @@ def place(tree: Any, target: Any) -> Any:
 def place_batch(batch: Any, mesh: Mesh) -> Any:
     """Puts the `[rows, time]` arrays of a micro-batch on the mesh, rows split over data and fsdp.
 
+    With several processes each of them passes the same whole micro-batch and takes the rows of its devices from it: the
+    batch is small, and packing is a function of the sequences, so that nothing depends on how many processes there are.
+
     Raises:
         ConfigError: the rows do not split evenly.
     """
-    ways = prod(mesh.shape[a] for a in BATCH_SPEC[0])
+    ways = prod(mesh.shape[a] for a in ROWS)
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % ways:
         raise ConfigError(
             f"microbatch.rows {rows} does not split over mesh data x fsdp = {ways} devices: use a multiple of {ways}"
         )
-    return jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
+    target = NamedSharding(mesh, BATCH_SPEC)
+    if target.is_fully_addressable:
+        return jax.device_put(batch, target)
+    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, target, lambda at: np.asarray(a)[at]), batch)

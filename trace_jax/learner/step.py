@@ -1,8 +1,8 @@
 """The optimizer step: token streams in, new parameters out. It knows no task, no model and no algorithm.
 
 Gradients of loss *sums* are accumulated over micro-batches in float32, then divided once by the accumulated
-denominator, clipped by their global norm and applied. Two programs are compiled, `accumulate` and `apply` (and one that
-makes zeros), whatever the number of micro-batches.
+denominator, clipped by their global norm and applied. Three programs are compiled, whatever the number of
+micro-batches: one that makes zeros, `accumulate` (once for each shape of a micro-batch) and `apply`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from trace_jax.learner.objectives import Objective
 from trace_jax.learner.packing import LearnerBatch
 from trace_jax.policy.transformer import token_logprobs
 
+CHUNK = 1024  # trained tokens of a device whose scores over the vocabulary exist at a time
 Params = Any  # any pytree of float arrays
-# (params, batch) -> log-prob of ids[t] given the tokens of its sequence before t (0 on the first token and on padding),
-# and the entropy of the distribution it was drawn from; both [rows, time], float32
+# (params, batch) -> log-prob of ids[t] given the tokens of its sequence before t (0 on its first token), and the
+# entropy of the distribution it was drawn from; both [rows, time], float32; outside `loss_mask` they may be anything.
 LogprobFn = Callable[[Params, LearnerBatch], tuple[Float[Array, "rows time"], Float[Array, "rows time"]]]
 
 
@@ -48,24 +49,26 @@ class TrainState:
     opt_state: Any
 
 
-def transformer_logprobs(graphdef: nnx.GraphDef, temperature: float = 1.0) -> LogprobFn:
-    """`LogprobFn` of a `policy.Transformer` split by `nnx.split(model, nnx.Param)`.
+def transformer_logprobs(graphdef: nnx.GraphDef, temperature: float = 1.0, chunk: int = CHUNK) -> LogprobFn:
+    """`LogprobFn` of a `policy.Transformer` split by `nnx.split(model, nnx.Param)`; 0 outside `loss_mask`.
 
     Args:
         temperature: the one the trajectories were sampled at, so that both sides mean the same distribution; of a
             truncated one, a batch's `kept` says what was left.
+        chunk: tokens of a device that are scored at a time.
     """
 
     def logprob_fn(params, batch):
-        model = nnx.merge(graphdef, params)
-        hidden = model(batch.ids, batch.positions, batch.segments)
-        # the hidden state of token t predicts token t + 1: score the next id, then move the result to where that id is
-        targets, kept = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), (batch.ids, batch.kept))
-        scored = token_logprobs(model, hidden, targets, temperature, kept=kept)
-        logprob, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in scored)
+        model, placement = nnx.merge(graphdef, params), sharding.placement()
+        hidden = model(batch.ids, batch.positions, batch.segments, placement)
         before = jnp.pad(batch.segments[:, :-1], ((0, 0), (1, 0)))
-        inside = (batch.segments > 0) & (batch.segments == before)
-        return jnp.where(inside, logprob, 0.0), jnp.where(inside, entropy, 0.0)
+        inside = batch.loss_mask & (batch.segments > 0) & (batch.segments == before)
+        # the hidden state of token t predicts token t + 1: score the next id, then move the result to where that id is
+        targets, kept, wanted = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), (batch.ids, batch.kept, inside))
+        scored = token_logprobs(
+            model, hidden, targets, temperature, kept=kept, wanted=wanted, chunk=chunk, placement=placement
+        )
+        return tuple(jnp.roll(x, 1, axis=1) for x in scored)
 
     return logprob_fn
 
@@ -99,8 +102,9 @@ class Learner:
         state = learner.init(params)
         state, metrics = learner.step(state, pack(sequences, row_length, rows))
 
-    All micro-batches must have one shape. `step` consumes the state it is given (its buffers are donated): hand the
-    sampler the parameters of the *returned* state, and copy parameters that must survive (a reference policy).
+    Micro-batches may have several shapes; each compiles a program. `step` consumes the state it is given (its buffers
+    are donated): hand the sampler the parameters of the *returned* state, and copy parameters that must survive (a
+    reference policy).
     """
 
     def __init__(
@@ -129,8 +133,11 @@ class Learner:
             lambda params: jax.tree.map(lambda _, names: len([n for n in names if n != "layers"]) > 1, params, axes),
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._score = jax.jit(lambda params, batch: logprob_fn(params, batch)[0])
+        self._score = jax.jit(
+            lambda params, batch: self._on_mesh(logprob_fn)(params, batch)[0], out_shardings=self._replicated
+        )
         self._programs: tuple[Any, Any, Any] | None = None
+        self._mean = jax.jit(_mean)
 
     def init(self, params: Params) -> TrainState:
         """Fresh state on the mesh; the given parameters are copied and stay usable."""
@@ -177,32 +184,73 @@ class Learner:
             ValueError: no micro-batch.
             ConfigError: the rows do not split over the mesh.
         """
-        if not batches:
-            raise ValueError("an optimizer step needs at least one micro-batch")
-        placed = sharding.place_batch(batches[0], self.mesh)
-        zeros, accumulate, apply = self._programs or self._compile(state, placed)
-        total = zeros()
-        for i, batch in enumerate(batches):
-            total = accumulate(state.params, total, placed if i == 0 else sharding.place_batch(batch, self.mesh))
+        total = self._accumulated(state.params, batches)
+        _, _, apply = self._programs
         state, results = apply(state, total, np.float32(denominator))
         report, loss, whole, rest = jax.device_get(results)
         numbers = reporting.finish({k: float(v) for k, v in report.items()}, float(loss), float(whole))
         return state, numbers | {k: float(v) for k, v in rest.items()}
 
+    def gradients(self, params: Params, batches: Sequence[LearnerBatch], denominator: float = 0.0) -> Params:
+        """The gradient of the mean loss that `step` would apply, before clipping: float32, placed like the parameters.
+
+        Args:
+            denominator: see `step`.
+        """
+        total = self._accumulated(params, batches)
+        return self._mean(total["grads"], total["denominator"] + np.float32(denominator))
+
+    def lowered(self, params: Params, batch: LearnerBatch) -> jax.stages.Lowered:
+        """The accumulation of one micro-batch, for its memory, its collectives, its FLOPs: see `jax.stages`."""
+        batch = sharding.place_batch(batch, self.mesh)
+        zeros, accumulate, _ = self._programs or self._compile(params, batch)
+        return accumulate.lower(params, jax.eval_shape(zeros), batch)
+
     def logprobs(self, params: Params, batches: Sequence[LearnerBatch]) -> list[Float[np.ndarray, "rows time"]]:
         """Log-probs of every token of every micro-batch under some parameters; `packing.unpack` undoes the packing."""
-        return [np.asarray(self._score(params, sharding.place_batch(b, self.mesh))) for b in batches]
+        return self._scored(params, [replace(b, loss_mask=b.segments > 0) for b in batches])
+
+    def with_old(self, params: Params, batches: Sequence[LearnerBatch]) -> list[LearnerBatch]:
+        """The micro-batches with `old_logprobs`, the denominator of the ratio, of the learner's own: call it with the
+        parameters before the first update on them. `behaviour_logprobs` stay those of the sampler."""
+        scored = self._scored(params, batches)
+        return [replace(b, old_logprobs=s) for b, s in zip(batches, scored, strict=True)]
 
     def with_reference(self, params: Params, batches: Sequence[LearnerBatch]) -> list[LearnerBatch]:
         """The micro-batches with the log-probs the KL penalty compares to: those of a frozen policy (see `place`)."""
-        scored = self.logprobs(params, batches)
+        scored = self._scored(params, batches)
         return [replace(b, reference_logprobs=s) for b, s in zip(batches, scored, strict=True)]
 
     def compilations(self) -> int:
-        """How many programs the train step has compiled so far (3 once it ran, whatever was fed)."""
+        """How many programs the train step has compiled so far: 2 and one for each shape of a micro-batch."""
         return sum(p._cache_size() for p in self._programs or ())
 
-    def _compile(self, state: TrainState, batch: LearnerBatch):
+    def _scored(self, params, batches):
+        """Log-probs of the trained tokens."""
+        return [np.asarray(self._score(params, sharding.place_batch(b, self.mesh))) for b in batches]
+
+    def _accumulated(self, params, batches):
+        """Sums over micro-batches of gradients, losses, denominators and metrics."""
+        if not batches:
+            raise ValueError("an optimizer step needs at least one micro-batch")
+        total = None
+        for batch in batches:
+            placed = sharding.place_batch(batch, self.mesh)
+            zeros, accumulate, _ = self._programs or self._compile(params, placed)
+            total = accumulate(params, zeros() if total is None else total, placed)
+        return total
+
+    def _on_mesh(self, function):
+        """Functions of the policy find the mesh they are traced for."""
+
+        def traced(*args):
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return function(*args)
+
+        return traced
+
+    def _compile(self, params: Params, batch: LearnerBatch):
+        @self._on_mesh
         def gradient(params, batch):
             def loss(params):
                 total, denominator, sums = self._objective(*self._logprob_fn(params, batch), batch)
@@ -223,7 +271,7 @@ class Learner:
 
         def apply(state, total, left_out):
             denominator = total["denominator"] + left_out
-            grads = jax.tree.map(lambda g: g / jnp.where(denominator > 0, denominator, 1.0), total["grads"])
+            grads = _mean(total["grads"], denominator)
             norm = optax.tree.norm(grads)
             scale = jnp.minimum(1.0, self._config.clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * scale, grads)
@@ -239,8 +287,8 @@ class Learner:
             rest = {"grad_norm": norm, "learning_rate": rate, "skipped": 1.0 - good}
             return new, (total["sums"], total["loss"], denominator, rest)
 
-        shapes = jax.eval_shape(gradient, state.params, batch)
-        state_shardings = jax.tree.map(lambda a: a.sharding, state)
+        shapes = jax.eval_shape(gradient, params, batch)
+        state_shardings = jax.tree.map(lambda a: a.sharding, self.state_like(params))
         total_shardings = jax.tree.map(lambda _: self._replicated, shapes)
         total_shardings["grads"] = state_shardings.params
         zeros = jax.jit(
@@ -250,3 +298,7 @@ class Learner:
         apply = jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings, self._replicated))
         self._programs = (zeros, accumulate, apply)
         return self._programs
+
+
+def _mean(total, denominator):
+    return jax.tree.map(lambda x: x / jnp.where(denominator > 0, denominator, 1.0), total)

@@ -10,20 +10,30 @@ which makes every projection one two-dimensional matmul.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax.config import ConfigError, PolicyConfig
-from trace_jax.policy import attention
+from trace_jax.policy import attention, layers
+from trace_jax.policy import logprobs as scoring
 from trace_jax.policy.cache import KVCache
+from trace_jax.policy.placement import ANYWHERE, Placement
 
 # Layers up to which the training scan is unrolled: a loop stacks and zeroes every saved activation, which costs a tenth
 # of the step on CPU.
 UNROLL = 8
-# The score of an id that a truncated sampler left out: its probability is zero, p log p and its gradient are finite.
-LEFT_OUT = -1e30
+# What is kept of a layer for the backward pass (`policy.remat`): all of it, matmul results, or only its input.
+REMAT: dict[str, Callable] = {
+    "none": lambda layer: layer,
+    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("matmul")),
+    "full": jax.checkpoint,
+}
 
 
 def _check(cfg: PolicyConfig) -> None:
@@ -33,6 +43,8 @@ def _check(cfg: PolicyConfig) -> None:
         raise ConfigError(f"policy.head_dim {cfg.head_dim} is odd: rotary positions need an even head width")
     if cfg.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"policy.dtype {cfg.dtype!r} is unknown: use float32 or bfloat16")
+    if cfg.remat not in REMAT:
+        raise ConfigError(f"policy.remat {cfg.remat!r} is unknown: use one of {', '.join(REMAT)}")
 
 
 class Transformer(nnx.Module):
@@ -75,7 +87,11 @@ class Transformer(nnx.Module):
             self.head = matrix((width, vocab_size), ("embed", "vocab"), width**-0.5)
 
     def __call__(
-        self, ids: Int[Array, "B T"], positions: Int[Array, "B T"], segments: Int[Array, "B T"]
+        self,
+        ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
+        placement: Placement = ANYWHERE,
     ) -> Float[Array, "B T D"]:
         """Hidden states of packed rows for training: causal attention inside equal segment ids.
 
@@ -84,18 +100,40 @@ class Transformer(nnx.Module):
             positions: position of each token in its own sequence, from 0.
             segments: sequence number of each token in its row, from 1; 0 is padding (its hidden states are finite and
                 mean nothing).
+            placement: of arrays on a mesh.
         """
-        rope = attention.rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        cfg, (rows, time) = self.cfg, ids.shape
+        rope = attention.rope_table(positions, cfg.head_dim, cfg.rope_theta)
         bias = attention.packed_bias(segments)
 
-        def layer(x, weights):
-            q, k, v = self._project(x, weights, rope)
-            x = self._residual_attention(x, attention.packed_attention(q, k, v, bias), weights)
-            return self._residual_mlp(x, weights), None
+        def norm(x, weights, name):
+            gain = layers.in_use(weights[name], self._axes(name), placement)
+            return layers.normalise(x, gain, cfg.norm_eps)
 
-        body = jax.checkpoint(layer) if self.cfg.remat else layer
-        x, _ = jax.lax.scan(body, self._embed(ids), self._layer_weights(), unroll=self.cfg.layers <= UNROLL)
-        return rms_norm(x, self.final_norm[...], self.cfg.norm_eps)
+        def linear(x, weights, name):
+            return checkpoint_name(layers.linear(x, weights[name], self._axes(name), placement), "matmul")
+
+        def layer(x, weights):
+            h = norm(x, weights, "attention_norm")
+            q, k, v = (linear(h, weights, name) for name in ("query", "key", "value"))
+            q = q.reshape(rows, time, cfg.heads, cfg.head_dim)
+            k, v = (a.reshape(rows, time, cfg.kv_heads, cfg.head_dim) for a in (k, v))
+            if cfg.qk_norm:
+                q, k = norm(q, weights, "query_norm"), norm(k, weights, "key_norm")
+            q, k = attention.rotate(q, *rope), attention.rotate(k, *rope)
+            attended = attention.packed_attention(q, k, v, bias).reshape(rows * time, -1)
+            x = placement.used(x + linear(attended, weights, "output"), ("rows", ""))
+            h = norm(x, weights, "mlp_norm")
+            h = layers.gated(linear(h, weights, "gate"), linear(h, weights, "up"))
+            return placement.used(x + linear(h, weights, "down"), ("rows", "")), None
+
+        x = layers.lookup(self.embedding[...], ids.reshape(-1), cfg.dtype, placement)
+        x = placement.used(x, ("rows", ""))
+        # unrolled, XLA's CPU backend would merge what is computed again with what was computed first
+        unroll = cfg.layers <= UNROLL and cfg.remat == "none"
+        x, _ = jax.lax.scan(REMAT[cfg.remat](layer), x, self._layer_weights(), unroll=unroll)
+        gain = layers.in_use(self.final_norm[...], ("embed",), placement)
+        return layers.normalise(x, gain, cfg.norm_eps).reshape(rows, time, -1)
 
     def decode(
         self,
@@ -144,6 +182,14 @@ class Transformer(nnx.Module):
         weight = self.embedding[...].T if self.cfg.tie_embeddings else self.head[...]
         scores = jnp.dot(flat, weight.astype(flat.dtype), preferred_element_type=jnp.float32)
         return scores.reshape(*hidden.shape[:-1], self.vocab_size)
+
+    def output_matrix(self) -> Float[Array, "V D"]:
+        """The weights that turn hidden states into scores, one row for each id."""
+        return self.embedding[...] if self.cfg.tie_embeddings else self.head[...].T
+
+    def _axes(self, name: str) -> tuple[str, ...]:
+        """Logical axes of one layer's share of a stacked parameter."""
+        return getattr(self, name).get_metadata("logical_axes")[1:]
 
     def _embed(self, ids):
         return self.embedding[...][ids].astype(self.cfg.dtype)
@@ -201,46 +247,22 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int = 1024,
     kept: Int[Array, "B T k"] | None = None,
+    wanted: Bool[Array, "B T"] | None = None,
+    placement: Placement = ANYWHERE,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each target under softmax(logits / temperature), and the entropy of that distribution (nats).
 
-    Tokens are handled `chunk` at a time and their scores recomputed in the backward pass, so the [B, T, V] array never
-    exists.
+    Tokens are handled in chunks, so the [B, T, V] array never exists (see `policy.logprobs`).
 
     Args:
+        chunk: tokens of each block of rows that are scored at a time; their scores are the memory it takes.
         kept: ids over which the softmax runs, the target among them; negative entries are none, and a token without any
             id has the whole vocabulary. None: all tokens have. The gradient takes the set as given: it was fixed when
             the target was drawn.
+        wanted: tokens to score, the others get 0; the work is that of the tokens wanted. None: all.
+        placement: of arrays on a mesh.
     """
-    rows, time, width = hidden.shape
-    count = rows * time
-    chunk = min(chunk, count)
-    padding = -count % chunk
-
-    def chunks(x):
-        flat = x.reshape(count, *x.shape[2:])
-        return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(-1, chunk, *flat.shape[1:])
-
-    @jax.checkpoint
-    def one(carry, xs):
-        h, target, left = xs
-        scores = model.logits(h) / temperature
-        if left is not None:
-            scores = jnp.where(_allowed(left, scores.shape[1]), scores, LEFT_OUT)
-        logp = jax.nn.log_softmax(scores)
-        chosen = jnp.take_along_axis(logp, target[:, None], axis=1)[:, 0]
-        return carry, (chosen, -jnp.sum(jnp.exp(logp) * logp, axis=1))
-
-    _, (logprob, entropy) = jax.lax.scan(one, None, jax.tree.map(chunks, (hidden, targets, kept)))
-    return logprob.reshape(-1)[:count].reshape(rows, time), entropy.reshape(-1)[:count].reshape(rows, time)
-
-
-def _allowed(kept: Int[Array, "n k"], vocab_size: int) -> Bool[Array, "n V"]:
-    """Whether each id is kept; all are in a row that names none."""
-    rows = jnp.arange(kept.shape[0])[:, None]
-    named = jnp.zeros((kept.shape[0], vocab_size), bool)
-    named = named.at[rows, jnp.where(kept < 0, vocab_size, kept)].set(True, mode="drop")
-    return named | jnp.all(kept < 0, axis=1, keepdims=True)
+    return scoring.logprobs(hidden, model.output_matrix(), targets, kept, wanted, temperature, chunk, placement)
 
 
 def _matmul(x: Float[Array, "n a"], weight: Float[Array, "a b"]) -> Float[Array, "n b"]:
