@@ -181,7 +181,7 @@ def _lines(config: RunConfig, plan: dict[str, Any]) -> list[str]:
         f"{tokens['expected']:,} tokens ({tokens['sampled']:,} sampled), at most {tokens['most']:,}",
         f"memory          {whole} of a device" + (" that samples or learns" if apart else ""),
         *(f"  {name.replace('_', ' '):18s}{_bytes(size):>10s}" for name, size in held.items()),
-        f"truncated       {cut['share']:.0%} of {cut['investigations']} ({_WHOSE[cut['source']]}); {ENOUGH}% need",
+        f"truncated       {cut['share']:.0%} of {cut['investigations']} ({_WHOSE[cut['source']]}); {ENOUGH}% take",
         *(
             f"  {name:25s}{need:>6,} of {getattr(config.rollout, name.removeprefix('rollout.')):,}"
             + (f", which cuts off {cut['by_limit'][name]:.0%}" if cut["by_limit"][name] else "")

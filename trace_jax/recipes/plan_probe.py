@@ -32,7 +32,8 @@ from trace_jax.warehouse.splits import EpisodeSet
 
 POLICY_COUNT, ANALYST_COUNT = 32, 64  # investigations
 LIMITS = ("max_turns", "max_turn_tokens", "context")  # of `rollout`
-WIDER = 4  # times the limits, to see where answers would have ended
+# Times the limits, but at least so much, to see where answers that were cut off would have ended.
+WIDER, WIDE_CONTEXT, WIDE_TURNS = 4, 1024, 16
 
 
 @dataclass(frozen=True)
@@ -125,16 +126,10 @@ def of_policy(config: RunConfig, path: Path, stage: str, interrupt: Interrupt) -
 
 def widened(config: RunConfig) -> RunConfig:
     """The configuration with limits in which answers that were cut off might have ended."""
-    limits, longest = config.rollout, config.policy.max_length
-    context = min(WIDER * limits.context, longest)
-    return config.replace(
-        rollout=dataclasses.replace(
-            limits,
-            context=context,
-            max_turn_tokens=min(WIDER * limits.max_turn_tokens, context - 1),
-            max_turns=WIDER * limits.max_turns,
-        )
-    )
+    limits = config.rollout
+    context = min(max(WIDER * limits.context, WIDE_CONTEXT), config.policy.max_length)
+    wide = {"context": context, "max_turn_tokens": context - 1, "max_turns": max(WIDER * limits.max_turns, WIDE_TURNS)}
+    return config.replace(rollout=dataclasses.replace(limits, **wide))
 
 
 def of_analyst(config: RunConfig, path: Path | None, interrupt: Interrupt) -> Investigations:
