@@ -103,10 +103,14 @@ def test_masks_that_remove_everything_train_nothing():
     assert report["mismatch_kept"] == 0 and report["tokens"] == 0 and np.isfinite(list(report.values())).all()
 
 
-def test_mismatch_is_measured_by_default():
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_mismatch_is_measured_by_default(mirrored):
     """Mean and largest log-ratio, kept share and effective sample size against NumPy, over any micro-batches."""
     objective = policy_objective(**BASE)
     streams = reference.random_streams(1)
+    if mirrored:  # the largest of either sign
+        for s in streams:
+            s.behaviour_logprobs = 2 * s.logprobs - s.behaviour_logprobs
     gap = np.concatenate([(s.logprobs - s.behaviour_logprobs)[s.mask] for s in streams])
     weight = np.exp(gap)
     for groups in ([streams], [streams[:2], streams[2:]]):

@@ -73,13 +73,13 @@ def compiled(objective):
 
 
 def summed(objective, parts):
-    """Loss sum, denominator, gradients and count of clipped tokens over micro-batches, as the train step adds them."""
+    """Loss sum, denominator, gradients and metric sums over micro-batches, as the train step adds them."""
     results = [compiled(objective)(*part) for part in parts]
     return (
         sum(float(total) for (total, _), _ in results),
         sum(float(denominator) for (_, (denominator, _)), _ in results),
         [np.asarray(gradient) for _, gradient in results],
-        sum(float(sums["clipped"]) for (_, (_, sums)), _ in results),
+        {k: sum(float(sums[k]) for (_, (_, sums)), _ in results) for k in results[0][0][1][1]},
     )
 
 
@@ -99,7 +99,7 @@ def test_value_and_gradient(name, extra):
             want = reference.loss(streams, *([s.logprobs for s in streams],) * 2, config)
             slope = reference.gradient(streams, config)
             parts = reference.packed(streams, ROW, 1)
-            total, denominator, gradients, clipped = summed(objective, parts)
+            total, denominator, gradients, sums = summed(objective, parts)
             alone = [summed(objective, reference.packed([s], ROW, 1)) for s in streams]
             np.testing.assert_allclose((total, denominator), want, rtol=1e-7)
             np.testing.assert_allclose(np.sum([a[:2] for a in alone], axis=0), want, rtol=1e-7)
@@ -107,10 +107,10 @@ def test_value_and_gradient(name, extra):
             for got, one, expected in zip(together, alone, slope, strict=True):
                 np.testing.assert_allclose(got, expected, atol=2e-9)
                 np.testing.assert_allclose(one[2][0][0, : len(expected)], expected, atol=2e-9)
-            acted += clipped
+            acted += sums["clipped"]
         for bad in (np.nan, np.inf, -np.inf, 1e9):
             other = summed(objective, [spoil(*part, bad) for part in parts])
-            assert other[:2] == (total, denominator) and np.array_equal(gradients, other[2])
+            assert other[:2] == (total, denominator) and np.array_equal(gradients, other[2]) and other[3] == sums
     assert acted  # the clip is part of what was compared
 
 
@@ -167,7 +167,7 @@ def test_all_objectives_agree_on_policy():
             objective = bounds(name, kl_coefficient=0.7, kl_estimator=estimator, correction="truncate")
             got = unpack(summed(objective, parts)[2], [len(s.mask) for s in streams], ROW)
             np.testing.assert_allclose(np.concatenate(got), np.concatenate(gradients), atol=1e-12)
-            sums = compiled(objective)(*parts[0])[0][1][1]
+            sums = summed(objective, parts)[3]
             assert sums["reference_kl"] == 0 and sums["clipped"] == 0
 
 
