@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import datetime
 import importlib.util
 import os
 import re
+import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import pydantic_monty as monty
@@ -214,7 +216,8 @@ class PythonTool:
             self._sql_is_ours, self._has_helpers = None if self._state else True, False
             return False
 
-    def _session(self) -> monty.MontySession:
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[monty.MontySession]:
         limits = monty.ResourceLimits(
             max_feed_duration_secs=self._seconds,
             max_memory=WORKER_MEMORY,
@@ -222,7 +225,23 @@ class PythonTool:
             max_recursion_depth=200,
             max_total_sleep_secs=min(self._seconds, 1.0),
         )
-        return _workers().checkout(limits=limits, os_policy=_POLICY, external_modules=python_helpers.modules())
+        options = {"limits": limits, "os_policy": _POLICY, "external_modules": python_helpers.modules()}
+        with contextlib.ExitStack() as stack:
+            for left in range(MAX_PROCESSES, -1, -1):
+                try:
+                    session = stack.enter_context(_workers().checkout(**options))
+                    break
+                except monty.MontyCrashedError:  # it ended while it was idle; a Ctrl-C at a terminal ends all of them
+                    if not left:
+                        raise
+            pid = session.worker_pid
+            try:
+                with _BUSY_LOCK:
+                    _BUSY.add(pid)
+                yield session
+            finally:
+                with _BUSY_LOCK:
+                    _BUSY.discard(pid)
 
     def _table(self, rows: Any) -> str:
         """`table` as the sandbox sees it: rows as the text that a result prints as."""
@@ -291,6 +310,33 @@ def _error(text: str, status: str = "error") -> Observation:
     """An error in one line, whatever its message holds."""
     line = " ".join(text[: 4 * MAX_ERROR_CHARACTERS].split())[:MAX_ERROR_CHARACTERS]
     return Observation(f"error: {line}", True, status)
+
+
+_BUSY_LOCK = threading.Lock()
+_BUSY: set[int | None] = set()  # process ids of the workers that run a call
+
+
+def stop_calls() -> None:
+    """End the Python that runs now, of all tools of this process: each call is told that its worker crashed.
+
+    For another thread than the one that waits for a call: the interpreter's binding waits in native code, where that
+    thread hears no signal.
+    """
+    with _BUSY_LOCK:
+        for pid in _BUSY - {None}:
+            if not _has_ended(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+def _has_ended(pid: int | None) -> bool:
+    """Whether a child process has ended, be it reaped or not; False where the system cannot say."""
+    if pid is None or not hasattr(os, "waitid"):
+        return False
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 _POOL_LOCK = threading.Lock()

@@ -19,6 +19,7 @@ import numpy as np
 
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_io import nearest
+from trace_jax.environments import tools
 from trace_jax.environments.ads.analyst import Transcript
 from trace_jax.environments.ads.answer import parse_lenient
 from trace_jax.environments.ads.environment import AdsEnvironment
@@ -143,7 +144,7 @@ class Session:
         environment = AdsEnvironment(EpisodeSet(record.batch, record.verdict, record.split), config.environment)
         self._task = environment.task(record.position)
         self._episode = environment.open(self._task)
-        self._stops = Stops()
+        self._stops = Stops(tools.stop_calls)
         names = [*COMMANDS, *CAUSE_NAMES, *ATTRIBUTES, *(v for values in ATTRIBUTES.values() for v in values)]
         names += [*VISIBLE_TABLES, *(c for table in VISIBLE_TABLES for c in COLUMNS[table])]
         self._reader = Reader(sorted(set(names)))

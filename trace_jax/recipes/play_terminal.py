@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import select
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trace_jax.recipes.play_input import begins_another, in_text, is_open, is_sql, is_unfinished
+
+PATIENCE_SECONDS = 0.05  # for the main thread to hear a signal
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Reader:
@@ -132,25 +138,69 @@ class Screen:
 
 
 class Stops:
-    """SIGINT and SIGTERM while a person is asked: each raises `KeyboardInterrupt` where it arrives.
+    """SIGINT and SIGTERM while a person is asked: each raises `KeyboardInterrupt` in the main thread, soon.
 
-    The tool may swallow that exception, so `count` says how many there were.
+    Python acts on a signal between two steps of its own, so the main thread does not hear one while it waits in native
+    code: for the interpreter of a tool call, or for a key if the signal came just before that wait began. A second
+    thread therefore watches for signals, ends the Python of a call, and sends a signal that was not heard again.
+
+    The tool may swallow the exception, so `count` says how many there were.
+
+    Args:
+        end_call: ends the Python that runs for the person, if any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, end_call: Callable[[], None]) -> None:
         self.count, self.signal = 0, signal.SIGINT
+        self._end_call = end_call
         self._previous: dict[int, Any] = {}
+        self._arrived = self._repeated = 0  # signals, and how many of them the watcher sent
 
     def __enter__(self) -> Stops:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._told, self._teller = socket.socketpair()  # the system writes the number of each signal
+        self._told.setblocking(False)
+        self._teller.setblocking(False)
+        self._left = threading.Event()
+        for number in _NUMBERS:
             self._previous[number] = signal.signal(number, self._receive)
+        self._woken = signal.set_wakeup_fd(self._teller.fileno(), warn_on_full_buffer=False)
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        signal.set_wakeup_fd(self._woken)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._left.set()
+        self._teller.close()  # ends the watcher's wait
+        self._watcher.join()
+        self._told.close()
+
+    def _watch(self) -> None:
+        while True:
+            select.select([self._told], [], [])
+            if self._left.is_set():
+                return
+            if self._unheard():
+                self._end_call()
+            self._left.wait(PATIENCE_SECONDS)
+            if (number := self._unheard()) and hasattr(signal, "pthread_kill") and not self._left.is_set():
+                self._repeated += 1
+                signal.pthread_kill(threading.main_thread().ident, number)
+
+    def _unheard(self) -> int | None:
+        """A signal that has arrived, but that the main thread has not taken note of."""
+        with contextlib.suppress(BlockingIOError):
+            return next((n for n in self._told.recv(4096, socket.MSG_PEEK) if n in _NUMBERS), None)
+        return None
 
     def _receive(self, number: int, frame: object) -> None:
-        self.count += 1
-        self.signal = signal.Signals(number)
-        raise KeyboardInterrupt
+        with contextlib.suppress(BlockingIOError):
+            while told := self._told.recv(4096):
+                self._arrived += sum(n in _NUMBERS for n in told)
+        # Should this be early, before the number is written or a repeated one sent, it is called once more.
+        if self._arrived - self._repeated > self.count:
+            self.count = self._arrived - self._repeated
+            self.signal = signal.Signals(number)
+            raise KeyboardInterrupt
