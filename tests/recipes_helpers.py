@@ -12,7 +12,10 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+
+from trace_jax.learner.checkpoint import CheckpointStore
 
 CONFIG = Path(__file__).parent.parent / "configs" / "smoke.yaml"
 
@@ -91,3 +94,23 @@ def smoke(finished_smoke, tmp_path):
     copy = tmp_path / "smoke"
     shutil.copytree(run, copy)
     return copy, done
+
+
+def final_state(run):
+    """Every array of the last GRPO checkpoint: parameters, moments, counts."""
+    store = CheckpointStore(str(run / "checkpoints" / "grpo"))
+    step = store.latest()
+    described = json.loads((run / "checkpoints" / "grpo" / f"{step:08d}" / "checkpoint.json").read_text())["arrays"]
+    items = {
+        item: {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in arrays.items()}
+        for item, arrays in described.items()
+    }
+    restored, extra = store.restore(step, items)
+    return {f"{item}/{k}": np.asarray(v) for item, arrays in restored.items() for k, v in arrays.items()}, extra
+
+
+def figures(run):
+    """What was logged, without wall-clock times and what follows from them: which rows met in a call of the engine."""
+    timed = ("second", "engine/", "memory/")
+    rows = [r for r in records(run) if r["stage"] != "teacher"]
+    return [{k: v for k, v in r.items() if not any(word in k for word in timed)} for r in rows]

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import time
 
-import jax
 import numpy as np
 from recipes_helpers import (
     CONFIG,
     compile_cache,
+    figures,
+    final_state,
     finished_smoke,
     reached,
     records,
@@ -23,7 +24,6 @@ from recipes_helpers import (
 )
 
 from trace_jax import cli
-from trace_jax.learner.checkpoint import CheckpointStore
 from trace_jax.policy import hf
 from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.report import html
@@ -170,26 +170,6 @@ def test_damaged_checkpoint_and_full_disk(smoke, capsys, tmp_path):
     full = unfinished_copy(run, tmp_path / "full")
     (full / "metrics.jsonl").symlink_to("/dev/full")
     assert "no space left" in bad(capsys, "sft", "--run-dir", full, "--resume")
-
-
-def final_state(run):
-    """Every array of the last GRPO checkpoint: parameters, moments, counts."""
-    store = CheckpointStore(str(run / "checkpoints" / "grpo"))
-    step = store.latest()
-    described = json.loads((run / "checkpoints" / "grpo" / f"{step:08d}" / "checkpoint.json").read_text())["arrays"]
-    items = {
-        item: {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in arrays.items()}
-        for item, arrays in described.items()
-    }
-    restored, extra = store.restore(step, items)
-    return {f"{item}/{k}": np.asarray(v) for item, arrays in restored.items() for k, v in arrays.items()}, extra
-
-
-def figures(run):
-    """What was logged, without wall-clock times and what follows from them: which rows met in a call of the engine."""
-    timed = ("second", "engine/")
-    rows = [r for r in records(run) if r["stage"] != "teacher"]
-    return [{k: v for k, v in r.items() if not any(word in k for word in timed)} for r in rows]
 
 
 def test_interrupted_run_ends_like_an_uninterrupted_one(smoke, compile_cache, tmp_path):

@@ -64,7 +64,9 @@ def train(work: Workspace, profile: int = 0) -> dict[str, float | None]:
             extra.get("pending", {}),
             state.params,
         )
-        loop = _Loop(work, learner, store, generation, state, learner.place(start_params), total)
+        reference = learner.place(start_params) if config.kl_coefficient else None
+        del start_params
+        loop = _Loop(work, learner, store, generation, state, reference, total)
         loop.saved = start if restored else None
         best = store.best()
         loop.best = None if best is None else store.extra(best)["validated"]
@@ -82,7 +84,7 @@ class _Loop:
         store: CheckpointStore,
         generation: Generation,
         state: TrainState,
-        reference: Params,
+        reference: Params | None,
         total: int,
     ):
         self.work, self.learner, self.store, self.generation = work, learner, store, generation
@@ -118,6 +120,7 @@ class _Loop:
             work.run.log(STAGE, step + 1, last)
             bar.update(step + 1, reward=last["reward"], loss=last["loss"], entropy=last["entropy"])
             self._validate(step + 1)
+            interrupt.agree()
             due = (step + 1) % config.save_every == 0 or step + 1 == config.steps or interrupt.requested
             new_best = config.keep_best > 0 and self.score is not None and (self.best is None or self.score > self.best)
             if due or new_best:
@@ -138,6 +141,7 @@ class _Loop:
         except Interrupted:
             self._save(step)
             raise
+        self.timer.add("reward", collected.figures["seconds/reward"])  # grading; `update` adds to it
         if step == 0:
             plan.check_truncation(collected.trajectories, config, self.work.run.path)
         lost = collected.figures["status/timed_out"] + collected.figures["status/tool_failure"]
@@ -182,7 +186,7 @@ def update(
     state: TrainState,
     trajectories: Sequence[Trajectory],
     config: RunConfig,
-    reference: Params,
+    reference: Params | None,
     timer: PhaseTimer,
     vocabulary: int,
 ) -> tuple[TrainState, dict[str, float | None]]:

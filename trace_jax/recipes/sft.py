@@ -61,6 +61,7 @@ def _steps(
             metrics = metrics | spent | speed | phases.memory()
             work.run.log(STAGE, done, metrics)
             bar.update(done, loss=metrics["loss"], entropy=metrics["entropy"])
+            work.interrupt.agree()
             if done % config.save_every == 0 or done == steps or work.interrupt.requested:
                 with timer.phase("save"):  # counted in the next record: figures are written before their checkpoint
                     save_state(store, state, {"total_steps": steps})
