@@ -58,7 +58,7 @@ def test_the_run_leaves_what_the_readme_says(smoke):
     stages = {r["stage"] for r in records(run)}
     assert stages == {"teacher", "sft", "validation", "grpo"}
     assert [r["step"] for r in records(run) if r["stage"] == "grpo"] == [1, 2, 3, 4]
-    assert [r["step"] for r in records(run) if r["stage"] == "validation"] == [0, 2]
+    assert [r["step"] for r in records(run) if r["stage"] == "validation"] == [0, 2, 4]
     grpo = [r for r in records(run) if r["stage"] == "grpo"]
     gaps = [r["mismatch_gap"] for r in grpo if r["mismatch_gap"] is not None]  # None: all groups constant
     assert max(gaps, default=0.0) < 1e-4  # sampler and learner mean the same distribution
@@ -88,6 +88,10 @@ def test_eval_and_export(smoke, capsys, tmp_path):
     assert model.vocab_size == tokenizer.vocab_size
     final, _ = hf.load(run / "export")
     assert not np.array_equal(final.embedding[...], model.embedding[...])
+    assert cli.main(["export", "--run-dir", str(run), "--stage", "best", "--out", str(tmp_path / "b")]) == 0
+    scores = {r["step"]: r["reward"] for r in records(run) if r["stage"] == "validation"}
+    best, _ = hf.load(tmp_path / "b")  # the later one of equals
+    assert np.array_equal(best.embedding[...], final.embedding[...]) == (scores[4] >= scores[2])
 
 
 def test_eval_with_other_settings_leaves_the_results_alone(smoke, capsys, tmp_path):

@@ -19,7 +19,10 @@ _BENCHES = {
     "rollout": "the sampling engine beside other samplers; takes about 5 minutes, whatever the configuration",
     "learner": "tokens a second of a training step",
 }
-_LATEST = "latest is GRPO's policy if the run has one, else SFT's (default: latest)"
+_LATEST = (
+    "best is GRPO's checkpoint with the best validation reward, latest is GRPO's policy if the run has one, else SFT's "
+    "(default: latest)"
+)
 _STYLE = "wording of the question: full sentences, or the short one a nano policy reads (default: full)"
 _SPLIT = "which episodes: train, validation or the held-out test (default: test)"
 _DRY_RUN = (
@@ -124,7 +127,7 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--run-dir", type=Path, metavar="DIR", help="a run whose policy's answers are shown, too")
         if name == "eval":
             p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
-            agents = ("latest", "grpo", "sft", "untrained", "analyst")
+            agents = ("latest", "best", "grpo", "sft", "untrained", "analyst")
             whose = f"whom to score: a stage of the run, the untrained policy or the scripted analyst; {_LATEST}"
             p.add_argument("--agent", default="latest", choices=agents, help=whose)
         if name == "bench":
@@ -143,7 +146,7 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run directory")
         if name == "export":
             stage = f"whose policy to write; {_LATEST}"
-            p.add_argument("--stage", default="latest", choices=("latest", "grpo", "sft"), help=stage)
+            p.add_argument("--stage", default="latest", choices=("latest", "best", "grpo", "sft"), help=stage)
             p.add_argument("--out", type=Path, metavar="DIR", help="default: <run directory>/export")
     return parser
 

@@ -40,7 +40,8 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
     Args:
         run_dir: the run; without one only the analyst can be scored, and nothing is kept.
         config: the run's configuration with changes to evaluation, rollout or data.
-        agent: one of `AGENTS`, or "latest": the most advanced stage.
+        agent: one of `AGENTS`; "best": GRPO's checkpoint with the best validation reward; "latest": the most advanced
+            stage.
 
     Raises:
         ConfigError: a change that has no meaning here or would cut the policy's investigations short.
@@ -83,7 +84,7 @@ def _check_changes(stored: RunConfig, config: RunConfig, changed: Sequence[str],
 def name_of(agent: str, split: str, changes: Mapping[str, Any]) -> str:
     """Name of the result under `evaluation/`. Those of another split or other settings than the run's own lie in a
     directory of their own, which the report leaves out."""
-    if split == "test" and not changes:
+    if split == "test" and not changes and agent in AGENTS:
         return agent
     parts = [agent, *([split] if split != "test" else []), *(f"{k}={v}" for k, v in sorted(changes.items()))]
     name = ",".join(parts)

@@ -116,13 +116,18 @@ class Workspace:
         return step is not None and step == store.extra(step)["total_steps"]
 
     def trained_params(self, stage: str) -> Params:
-        """Parameters of a stage's newest checkpoint, on the mesh.
+        """Parameters of a stage's newest checkpoint, on the mesh; "best": of GRPO's with the best validation reward.
 
         Raises:
             ConfigError: the stage has no checkpoint, or a damaged one.
         """
-        store = self.store(stage)
-        step = store.latest()
+        store = self.store("grpo" if stage == "best" else stage)
+        step = store.best() if stage == "best" else store.latest()
+        if step is None and stage == "best":
+            raise ConfigError(
+                f"{self.run.path} has no validated GRPO checkpoint: take the newest (--stage grpo, --agent grpo), or "
+                "train with grpo.validation_episodes and grpo.keep_best above 0"
+            )
         if step is None:
             raise ConfigError(f"{self.run.path} has no {stage} checkpoint: {self._first(stage)}")
         placed = sharding.shardings(self.initial_params, logical_axes(self.model), self.mesh)
