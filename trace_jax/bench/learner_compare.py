@@ -100,7 +100,6 @@ def compare(name: str, repeats: int, peer: Peer | None, say: Callable[[str], Non
     say("compiling and warming up")
     for batches in forms.values():
         ours.step(batches)
-        ours.step(batches)
     attention = theirs.fastest_attention() if theirs else None
     counts = {form: learner_batches.tokens(batches) for form, batches in forms.items()}
     # No more of the vocabulary than the update needs: the scores of trained tokens.
@@ -201,11 +200,12 @@ class _Theirs:
         return answer
 
     def fastest_attention(self) -> str:
-        """In rows of one full sequence; warms up every form, too."""
+        """In rows of one full sequence; warms up every side, too."""
         seconds = {a: min(self.step("full", a)["seconds"] for _ in range(WARM_STEPS)) for a in ATTENTION}
         best = min(seconds, key=seconds.get)
         for form, selective in PEER_SIDES.values():
-            self.step(form, best, selective)
+            if (form, selective) != PEER_SIDES["torch_full"]:
+                self.step(form, best, selective)
         return best
 
 
