@@ -36,7 +36,7 @@ def run(source: Path, out: Path, name: str, seed: int, args: argparse.Namespace)
     path = out / f"{name.lower().replace(' ', '-').replace(',', '').replace('.', '')}-{seed}"
     shape = {"steps": args.steps, "prompts": args.prompts, "validate_every": args.steps}
     shape |= {"validation_episodes": args.episodes, "validation_samples": args.samples, "save_every": args.steps}
-    shape |= {"keep_best": 0}
+    shape |= {"keep_best": 0, "iterations": 2}  # with one, every ratio is 1 and no clip acts
     options = [str(x) for k, v in (shape | VARIANTS[name]).items() for x in (f"--grpo.{k}", json.dumps(v).strip('"'))]
     begun = ["--run-dir", str(path), "--resume"] if (path / "config.yaml").exists() else None
     command = begun or ["--init", str(source), "--run-dir", str(path), "--seed", str(seed), *options]
@@ -68,9 +68,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="run directory with a finished SFT stage")
     parser.add_argument("out", type=Path, help="where the runs and the table go")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--episodes", type=int, default=256, help="of the validation split")
+    parser.add_argument("--episodes", type=int, default=128, help="of the validation split")
     parser.add_argument("--samples", type=int, default=2, help="of each validation episode")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
