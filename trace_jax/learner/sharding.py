@@ -33,21 +33,18 @@ RULES: Mapping[str, str | None] = {
 }
 ROWS = ("data", "fsdp")  # mesh axes over which the rows of a batch are split
 BATCH_SPEC = PartitionSpec(ROWS, None)  # [rows, time]
+# The same for arrays in a training pass, see `policy.placement`: weights are gathered over fsdp.
+IN_USE: Mapping[str, Any] = {**RULES, "embed": None, "rows": ROWS, "replica": "data", "split": "fsdp", "": None}
 
 
 @dataclass(frozen=True)
 class MeshPlacement(Placement):
-    """Placement of the arrays of a training pass on a mesh.
-
-    In use an array is split like a stored one but for `embed`: weights are gathered over fsdp, layer by layer, and
-    activations are split by rows.
-    """
+    """Placement of the arrays of a training pass on a mesh by `RULES` and `IN_USE`."""
 
     mesh: AbstractMesh | None = None
 
     def used(self, array, axes):
-        entries = [{"rows": ROWS, "embed": None, "": None}.get(a, RULES.get(a)) for a in axes]
-        return self._on(array, entries)
+        return self._on(array, [IN_USE[a] for a in axes])
 
     def stored(self, array, axes):
         return self._on(array, [RULES[a] for a in axes])

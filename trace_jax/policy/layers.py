@@ -24,7 +24,7 @@ def linear(x: Float[Array, "n a"], weight: Float[Array, "a b"], axes: tuple[str,
     Args:
         axes: logical axes of the weight.
     """
-    return jnp.dot(x, _cast(weight, x.dtype, axes, placement))
+    return placement.used(jnp.dot(x, _cast(weight, x.dtype, axes, placement)), ("rows", axes[1]))
 
 
 def _linear_forward(x, weight, axes, placement):
@@ -33,17 +33,18 @@ def _linear_forward(x, weight, axes, placement):
 
 def _linear_backward(axes, placement, saved, d_y):
     x, weight = saved
+    d_y = placement.used(d_y, ("rows", axes[1]))
     d_x = jax.lax.dot_general(d_y, _cast(weight, x.dtype, axes, placement), (((1,), (1,)), ((), ())))
     d_weight = jax.lax.dot_general(x, d_y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return d_x, placement.stored(d_weight, axes)
+    return placement.used(d_x, ("rows", axes[0])), placement.stored(d_weight, axes)
 
 
 linear.defvjp(_linear_forward, _linear_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def lookup(table: Float[Array, "a b"], ids: Int[Array, "*n"], dtype: str, placement: Placement):
-    """Rows of a table with logical axes (vocab, embed) in some type, `[*n, b]`; its gradient in float32."""
+def lookup(table: Float[Array, "a b"], ids: Int[Array, " n"], dtype: str, placement: Placement):
+    """Rows of a table with logical axes (vocab, embed) in some type, `[n, b]`; its gradient in float32."""
     return _cast(table, dtype, ("vocab", "embed"), placement)[ids]
 
 
@@ -53,7 +54,8 @@ def _lookup_forward(table, ids, dtype, placement):
 
 def _lookup_backward(dtype, placement, saved, d_y):
     ids, table = saved
-    d_table = jnp.zeros(table.shape, jnp.float32).at[ids].add(d_y.astype(jnp.float32))
+    d_y = placement.used(d_y.astype(jnp.float32), ("replica", "split"))  # every device has its columns of the table
+    d_table = jnp.zeros(table.shape, jnp.float32).at[ids].add(d_y)
     return placement.stored(d_table, ("vocab", "embed")), None
 
 
@@ -78,7 +80,7 @@ def _normalise_backward(eps, saved, d_y):
     d_y = d_y.astype(jnp.float32)
     d_unit = d_y * gain
     d_x = scale * (d_unit - unit * jnp.mean(d_unit * unit, axis=-1, keepdims=True))
-    return d_x.astype(x.dtype), jnp.sum((d_y * unit).reshape(-1, x.shape[-1]), axis=0)
+    return d_x.astype(x.dtype), jnp.sum(d_y * unit, axis=range(x.ndim - 1))
 
 
 normalise.defvjp(_normalise_forward, _normalise_backward)

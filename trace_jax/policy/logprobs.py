@@ -120,8 +120,8 @@ def _backward(chunk, placement, saved, d_result):
 
     def outer(d_scores, places):
         h = _take(hidden, places)
-        product = jnp.einsum("gcv,gcd->vd", d_scores.astype(h.dtype), h, preferred_element_type=jnp.float32)
-        return placement.stored(product, MATRIX_AXES)
+        product = jnp.einsum("gcv,gcd->gvd", d_scores.astype(h.dtype), h, preferred_element_type=jnp.float32)
+        return placement.used(product, ("rows", *MATRIX_AXES))
 
     def first(count):
         size = count * plan.step
@@ -133,7 +133,8 @@ def _backward(chunk, placement, saved, d_result):
     d_weight = jax.lax.switch(known, [first(count) for count in range(STEPS + 1)], d_scores)
     if plan.longer:
         d_hidden, d_weight = jax.lax.fori_loop(STEPS, plan.chunks, again, (d_hidden, d_weight))
-    return plan.restored(d_hidden), d_weight, None
+    # summed over devices once, not in every chunk
+    return plan.restored(d_hidden), placement.stored(jnp.sum(d_weight, axis=0), MATRIX_AXES), None
 
 
 _scored.defvjp(_forward, _backward)

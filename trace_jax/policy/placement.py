@@ -23,7 +23,13 @@ class Placement:
     blocks: int = 1
 
     def used(self, array: Array, axes: tuple[str, ...]) -> Array:
-        """An array as a layer works on it. `axes`: logical names; "rows" for rows of a batch, "" for what is whole."""
+        """An array as a layer works on it.
+
+        Args:
+            axes: logical axes of parameters, of which `embed` is whole in use; "rows" of a batch; "replica" and
+                "split": rows and columns of the same array once its columns are split as those of a stored weight; ""
+                for what is whole.
+        """
         return array
 
     def stored(self, array: Array, axes: tuple[str, ...]) -> Array:

@@ -129,8 +129,9 @@ class Transformer(nnx.Module):
 
         x = layers.lookup(self.embedding[...], ids.reshape(-1), cfg.dtype, placement)
         x = placement.used(x, ("rows", ""))
-        # unrolled, XLA's CPU backend would merge what is computed again with what was computed first
-        unroll = cfg.layers <= UNROLL and cfg.remat == "none"
+        # Unrolled, XLA's CPU backend would merge what is computed again with what was computed first, and on a mesh
+        # nothing would keep the gathered weights and the unsummed gradients of all layers from existing together.
+        unroll = cfg.layers <= UNROLL and cfg.remat == "none" and placement is ANYWHERE
         x, _ = jax.lax.scan(REMAT[cfg.remat](layer), x, self._layer_weights(), unroll=unroll)
         gain = layers.in_use(self.final_norm[...], ("embed",), placement)
         return layers.normalise(x, gain, cfg.norm_eps).reshape(rows, time, -1)
