@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.trajectory import Trajectory, read_parquet, write_parquet
 
 VALIDATION = "validation"
+SPOILT_SECONDS = 5.0
 
 
 class _Closed(Exception):
@@ -44,12 +46,14 @@ class Collection:
     Attributes:
         version: of the parameters that began it.
         figures: to log.
+        ended: `time.monotonic()` of its end.
     """
 
     step: int
     version: int
     trajectories: list[Trajectory]
     figures: dict[str, float]
+    ended: float = 0.0
 
 
 class Generation:
@@ -140,7 +144,7 @@ class Generation:
                 self._open_to_swaps = False
         figures = _figures(trajectories, stats, self._work.engine.stats.since(before).figures())
         figures["resample_collections"] = float(rounds)
-        return Collection(step, version, trajectories, figures)
+        return Collection(step, version, trajectories, figures, time.monotonic())
 
     def _validation(self, version: int) -> dict[str, float]:
         config = self._config
@@ -203,8 +207,10 @@ class Generation:
         items: dict[str, Params] = {}
         told: dict[str, Any] = {}
         for step, future in self._futures.items():
-            if future.done() and not future.cancelled() and future.exception() is None:
-                collected = future.result()
+            collected = _result(future)
+            # What ended together with a signal may be spoilt before the signal was noticed.
+            late = self._work.interrupt.requested and collected and time.monotonic() - collected.ended < SPOILT_SECONDS
+            if collected is not None and not late:
                 name = f"pending-{step:06d}.parquet"
                 write_parquet(folder / name, collected.trajectories, step)
                 files[name] = folder / name
@@ -242,6 +248,13 @@ class Generation:
             if version not in self._params and self._config.weight_sync == "between":
                 self._params[version] = read_item(f"version_{version}")
             self.ask(k)
+
+
+def _result(future: Future[Collection]) -> Collection | None:
+    """What a collection found, if it has ended well."""
+    if not future.done() or future.cancelled() or future.exception() is not None:
+        return None
+    return future.result()
 
 
 def _figures(trajectories: Sequence[Trajectory], stats: CollectStats, engine: Mapping[str, float]) -> dict[str, float]:
