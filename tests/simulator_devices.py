@@ -13,14 +13,17 @@ from trace_jax.simulator.causes import CAUSE_INDEX
 from trace_jax.simulator.oracle import OracleParams
 from trace_jax.simulator.params import SimulatorParams
 
-SHAPE = {"days": 8, "segments": 16, "siblings": 1}
+# The default sizes, which other tests compile programs of, too.
+SHAPE = {name: getattr(SimulatorConfig(), name) for name in ("days", "segments", "siblings")}
 STRATA = list(stream.paper_composition(1000))
-PARAMS = SimulatorParams().replace(impressions_log_mean=14.0)  # a short window needs events
 
 
-def episodes(rows, params=PARAMS, devices=None):
-    """Episodes and verdicts of the proposals `rows`, of all strata in turn."""
+def episodes(rows, params=SimulatorParams(), devices=None, batch=None):
+    """Episodes and verdicts of the proposals `rows`, of all strata in turn; `batch` at a time, or all at once."""
     rows = np.asarray(rows, np.int32)
+    if batch:
+        parts = [episodes(rows[i : i + batch], params, devices) for i in range(0, len(rows), batch)]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     causes = np.array([CAUSE_INDEX[STRATA[r % len(STRATA)][0]] for r in rows], np.int32)
     dimensions = np.array([STRATA[r % len(STRATA)][1] for r in rows], np.int32)
     key = stream.stream_key(12, "devices")
