@@ -131,12 +131,68 @@ def test_three_adamw_steps_against_numpy():
     assert int(state.step) == 3
 
 
-def test_compile_count_is_bounded():
+def test_one_program_for_each_shape_of_a_micro_batch():
+    """Any number of micro-batches of three row lengths: 2 programs and 3; later steps compile nothing. Case 5 of
+    trainer: which length a sequence was put in leaves the update alone."""
+    learner = toy_learner(eps=1.0)
+    short, long = [s for s in toy_sequences() if len(s) <= 8], [s for s in toy_sequences() if len(s) > 8]
+    assert short and long
+    bucketed, metrics = learner.step(learner.init(toy_params()), pack(short, 8, 4) + pack(long, 16, 2))
+    assert learner.compilations() == 4
+    whole, expected = learner.step(learner.init(toy_params()), pack(short + long, 32, 1))
+    assert learner.compilations() == 5
+    assert_close(bucketed.params, whole.params)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    state = bucketed
+    for count in (3, 20, 1, 8):
+        state, _ = learner.step(state, pack(toy_sequences(count, count), 16, 2) + pack(short, 8, 4))
+    assert learner.compilations() == 5
+
+
+def test_old_logprobs_of_the_learner():
+    """With them the ratio is 1 before the update and not after it; what the sampler recorded stays as it was."""
+    learner = toy_learner(grpo_objective(GRPOConfig()))
+    state = learner.init(toy_params())
+    sampled = pack(toy_sequences(), 16, 4)
+    batches = learner.with_old(state.params, sampled)
+    for before, after in zip(sampled, batches, strict=True):
+        want = np.asarray(toy_logprobs(toy_params(), before)[0])
+        np.testing.assert_allclose(after.old_logprobs[after.loss_mask], want[after.loss_mask], atol=1e-6)
+        assert after.behaviour_logprobs is before.behaviour_logprobs
+        assert np.array_equal(before.behaviour_logprobs, before.old_logprobs)
+    state, metrics = learner.step(state, batches)
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-6)
+    _, metrics = learner.step(state, batches)
+    assert metrics["ratio_max"] > 1.01
+
+
+def test_gradients_are_those_of_the_mean_loss():
+    learner, params = toy_learner(), toy_params()
+    (whole,) = pack(toy_sequences(), 128, 1)
+
+    def loss(params):
+        total, denominator, _ = sft_objective()(*toy_logprobs(params, whole), whole)
+        return total / (denominator + 7.0)
+
+    got = learner.gradients(learner.place(params), pack(toy_sequences(), 16, 2), denominator=7.0)
+    assert_close(got, jax.grad(loss)(params))
+
+
+def test_buffers_are_donated():
+    """State and sums are updated in place: the compiled programs alias them, and what was handed over is gone."""
     learner = toy_learner()
     state = learner.init(toy_params())
-    for count in (3, 20, 1, 8):
-        state, _ = learner.step(state, pack(toy_sequences(count, count), 16, 2))
-    assert learner.compilations() == 3
+    batches = pack(toy_sequences(), 16, 2)
+    old = jax.tree.leaves((state.params, state.opt_state))
+    after, _ = learner.step(state, batches)
+    assert all(x.is_deleted() for x in old) and not any(x.is_deleted() for x in jax.tree.leaves(after))
+    zeros, _, apply = learner._programs
+    size = sum(x.nbytes for x in jax.tree.leaves(after))
+    compiled = apply.lower(after, zeros(), np.float32(0)).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= size and "input_output_alias" in compiled.as_text()
+    sums = sum(x.nbytes for x in jax.tree.leaves(zeros()))
+    compiled = learner.lowered(after.params, batches[0]).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= sums
 
 
 def test_training_reaches_the_optimum():
