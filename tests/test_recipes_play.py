@@ -614,9 +614,21 @@ def test_at_a_terminal():
         assert play.process.wait(30) == 0
 
 
-def test_sigterm_leaves():
-    with Started() as play:
-        play.type("1 + 1")
-        play.see("\n2\n")
-        play.process.terminate()
-        assert play.process.wait(30) == 143
+def test_sigterm_leaves(typed, monkeypatch):
+    """At once, while it waits for an entry; what had the signals before has them again."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    class Typing(io.StringIO):
+        def readline(self):
+            line = super().readline()
+            if not line:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(30)
+            return line
+
+    monkeypatch.setattr(io, "StringIO", Typing)
+    begun = time.monotonic()
+    status, lines, err = typed("1 + 1")
+    assert time.monotonic() - begun < 10 and status == 143
+    assert lines[-1] == "2" and "start again with: trace-jax play" in err and "Traceback" not in err
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -182,11 +182,11 @@ class Session:
             while self.answer is None:
                 try:
                     entry = self._reader.entry(f"{len(self.calls) + 1}> ")
+                    cancelled = False
                     if entry is None or _ALIASES.get(entry, entry) == ".quit":
                         self._screen.say("not graded")
                         return
                     self._do(entry)
-                    cancelled = False
                 except Unclear as unclear:
                     self._screen.say(str(unclear), "yellow")
                 except KeyboardInterrupt:
