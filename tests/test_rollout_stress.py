@@ -76,11 +76,12 @@ def _objects() -> tuple[int, int]:
 def test_ten_collections_leave_nothing_behind(rows):
     """10,000 trajectories in ten collections (100,000 with `-m slow`): memory, threads and open files stay."""
     held, objects = _held(), []
+    others, _ = _objects()  # what tests before this one still hold
     for number in range(10):
         _collection(rows, number)
         assert _held() == held
         objects.append(_objects())
-    assert [ours for ours, _ in objects] == [0] * 10
+    assert max(ours for ours, _ in objects) <= others
     assert objects[9][1] - objects[2][1] < 100  # caches fill in the first collections
     tracemalloc.start()  # arrays are no objects of the collector's; tracing is slow
     try:
