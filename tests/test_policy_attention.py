@@ -38,13 +38,13 @@ def test_packed_attention_is_the_formula(time, heads, kv_heads):
     np.testing.assert_allclose(got, reference(q, k, v, segments), atol=1e-5)
 
 
-@pytest.mark.parametrize("time", [7, 130, 600])
-def test_hand_written_gradient_equals_automatic(time):
-    q, k, v, segments = arrays(time, width=4, rows=1)
+@pytest.mark.parametrize(("time", "rows", "at_once"), [(7, 1, None), (130, 1, 1), (600, 1, None), (130, 6, 2)])
+def test_hand_written_gradient_equals_automatic(time, rows, at_once):
+    q, k, v, segments = arrays(time, width=4, rows=rows)
     bias = attention.packed_bias(segments)
 
     def ours(q, k, v):
-        return jnp.sum(jnp.sin(attention.packed_attention(q, k, v, bias)))
+        return jnp.sum(jnp.sin(attention.packed_attention(q, k, v, bias, at_once)))
 
     def plain(q, k, v):
         out = jax.nn.dot_product_attention(q, k, v, mask=bias[:, None] == 0)
@@ -53,6 +53,17 @@ def test_hand_written_gradient_equals_automatic(time):
     got, want = (jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (ours, plain))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_rows_at_a_time():
+    """As many as the cache holds, in equal parts; the result is that of all together."""
+    assert [attention.rows_in_cache(rows, 512, 4) for rows in (1, 2, 3, 32)] == [1, 2, 1, 2]
+    assert attention.rows_in_cache(8, 256, 4) == 4 and attention.rows_in_cache(4, 8192, 64) == 1
+    q, k, v, segments = arrays(70, rows=6)
+    bias = attention.packed_bias(segments)
+    want = attention.packed_attention(q, k, v, bias)
+    for rows in (1, 3, 6):
+        np.testing.assert_allclose(attention.packed_attention(q, k, v, bias, rows), want, atol=1e-6)
 
 
 def test_large_scores_stay_finite():

@@ -1,11 +1,6 @@
-"""The decoder against itself in other layouts: packed, padded, cached, chunked, sharded."""
+"""The decoder against itself in other layouts: packed, padded, cached, chunked (sharded: test_learner_devices)."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -230,36 +225,3 @@ def test_bfloat16_stays_near_float32():
 def test_sizes_that_do_not_fit_are_refused(change, word):
     with pytest.raises(ConfigError, match=word):
         build(**change)
-
-
-def test_sharded_weights_give_the_same_logprobs():
-    """Case 3 of trainer, (h): two-way fsdp and tensor parallel on simulated devices."""
-    script = """
-    import jax, numpy as np
-    from flax import nnx
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-    import test_policy_transformer as t
-    from trace_jax.policy.transformer import logical_axes
-
-    model = t.build()
-    want = t.response_logprobs(model, [(t.T, 1), (t.S, 2)], len(t.T))
-    graph, params = nnx.split(model, nnx.Param)
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    for sharded in ({"embed"}, {"heads", "kv_heads", "mlp", "vocab"}):
-        def place(array, names):
-            fits = [n in sharded and d % 2 == 0 for n, d in zip(names, array.shape)]
-            return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*("x" if f else None for f in fits))))
-        placed = jax.tree.map(place, params, logical_axes(model))
-        with mesh:
-            got = t.response_logprobs(nnx.merge(graph, placed), [(t.T, 1), (t.S, 2)], len(t.T))
-        np.testing.assert_allclose(got, want, atol=1e-5)
-    """
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=os.environ | environment,
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

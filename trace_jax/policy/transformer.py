@@ -105,6 +105,8 @@ class Transformer(nnx.Module):
         cfg, (rows, time) = self.cfg, ids.shape
         rope = attention.rope_table(positions, cfg.head_dim, cfg.rope_theta)
         bias = attention.packed_bias(segments)
+        one_cpu = jax.default_backend() == "cpu" and placement is ANYWHERE
+        at_once = attention.rows_in_cache(rows, time, cfg.heads) if one_cpu else None
 
         def norm(x, weights, name):
             gain = layers.in_use(weights[name], self._axes(name), placement)
@@ -121,7 +123,7 @@ class Transformer(nnx.Module):
             if cfg.qk_norm:
                 q, k = norm(q, weights, "query_norm"), norm(k, weights, "key_norm")
             q, k = attention.rotate(q, *rope), attention.rotate(k, *rope)
-            attended = attention.packed_attention(q, k, v, bias).reshape(rows * time, -1)
+            attended = attention.packed_attention(q, k, v, bias, at_once).reshape(rows * time, -1)
             x = placement.used(x + linear(attended, weights, "output"), ("rows", ""))
             h = norm(x, weights, "mlp_norm")
             h = layers.gated(linear(h, weights, "gate"), linear(h, weights, "up"))
