@@ -25,6 +25,7 @@ from helpers_rollout import CONFIG, POLICY, STOP, VOCABULARY, live, prompts_of  
 from trace_jax.config import ConfigError, MeshConfig  # noqa: E402
 from trace_jax.learner import sharding  # noqa: E402
 from trace_jax.policy.transformer import Transformer, logical_axes  # noqa: E402
+from trace_jax.rollout import programs  # noqa: E402
 from trace_jax.rollout.engine import Engine  # noqa: E402
 
 # Every lane compiles for its own devices: few lanes. Two processes share a mesh of eight devices, in four lanes.
@@ -33,6 +34,7 @@ MESHES = {
     "fsdp2 tensor2": (4, MeshConfig(fsdp=2, tensor=2)),
 }
 ROWS = 24
+programs.CPU_CHUNKS = programs.CPU_CHUNKS[-1:]  # one shape of prefill
 CONFIG = dataclasses.replace(CONFIG, slots=16)
 POLICY = dataclasses.replace(POLICY, layers=1)  # compiles in half the time, and every layer is placed alike
 
