@@ -1,8 +1,12 @@
-"""Programs that are compiled once a session: by test processes, and by the commands and scripts that tests start."""
+"""Programs that are compiled once a session, by test processes and by the commands that tests start; the order of files
+in a run of several processes (`-n 2`)."""
 
 import os
 import shutil
 import tempfile
+
+# Files that take a minute or about that, longest first: begun last, one of them would leave the other processes idle.
+LONGEST = ("test_recipes_smoke", "test_bench_kinds", "test_rollout_engine")
 
 
 def pytest_configure(config):
@@ -12,3 +16,9 @@ def pytest_configure(config):
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        rank = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))

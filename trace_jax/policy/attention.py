@@ -28,6 +28,7 @@ def rope_table(
     return jnp.cos(angle), jnp.sin(angle)
 
 
+@jax.custom_vjp
 def rotate(
     x: Float[Array, "B T n h"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T n h"]:
@@ -35,6 +36,13 @@ def rotate(
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+
+
+# The gradient turns back: one pass, where automatic differentiation pads and adds halves.
+rotate.defvjp(
+    lambda x, cos, sin: (rotate(x, cos, sin), (cos, sin)),
+    lambda rope, d_y: (rotate(d_y, rope[0], -rope[1]), None, None),
+)
 
 
 def packed_bias(segments: Int[Array, "B T"]) -> Float[Array, "B T T"]:
