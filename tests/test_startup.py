@@ -8,7 +8,9 @@ import pytest
 
 from trace_jax import startup
 
-ALL = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:glibc.malloc.arena_max=1:glibc.malloc.hugetlb=1"
+ALL = (
+    "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:glibc.malloc.arena_max=1:glibc.malloc.hugetlb=1"
+)
 
 
 @pytest.fixture
