@@ -153,6 +153,24 @@ class SFTConfig:
 
 
 @dataclass(frozen=True)
+class TurnCreditConfig:
+    """Credit of single tool turns from a frozen reference (arXiv 2607.13988; the equations: `learner.turn_credit`)."""
+
+    enabled: bool = False  # ask the reference; without it every token gets its trajectory's advantage
+    # What a turn earns: "log_ratio" of what was missing before and after | "raw_delta" of the log-probability |
+    # "remaining_gap", share of what was missing before the turn | "remaining_gap_initial", share of that at the start
+    form: str = "log_ratio"
+    look_ahead: int = 3  # tool turns over which it is averaged, its own included (K)
+    discount: float = 0.8  # weight of each further turn (g)
+    terminal_fill: float = 2.0  # share of the outcome for turns whose look-ahead reaches the last one
+    coefficient: float = 0.2  # of turn credit in a token's advantage; 0: only measured
+    outcome_coefficient: float = 1.0  # of the trajectory's advantage in that of each of its tokens
+    epsilon: float = 0.1  # nats a token, keeps the gap of a certain answer above 0
+    reference: str = ""  # run directory whose newest policy is asked; "": the policy at the start of the stage
+    microbatch: BatchConfig = field(default_factory=lambda: BatchConfig(row_length=1024, rows=8))
+
+
+@dataclass(frozen=True)
 class GRPOConfig:
     """Group-relative policy optimisation (papers 2609.10315 and section 4 of the specification)."""
 
@@ -194,6 +212,7 @@ class GRPOConfig:
     staleness: int = 0
     # New parameters reach a collection that is under way: "between" collections (exactly repeatable) | "in_flight"
     weight_sync: str = "between"
+    turn_credit: TurnCreditConfig = field(default_factory=TurnCreditConfig)
     no_signal_share: float = 0.0  # extra share of no-signal prompts on top of the split's own composition
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-4, warmup_steps=5, weight_decay=0.0)

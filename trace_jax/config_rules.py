@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grpo.correction": ("none", "truncate", "mask_tokens", "mask_sequences"),
     "grpo.kl_estimator": ("k1", "k2", "k3"),
     "grpo.weight_sync": ("between", "in_flight"),
+    "grpo.turn_credit.form": ("log_ratio", "raw_delta", "remaining_gap", "remaining_gap_initial"),
     "grpo.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"),
 }
 
@@ -119,6 +120,14 @@ RANGES: dict[str, tuple[Any, float]] = {
     "grpo.kl_coefficient": (0, 1000),
     "grpo.entropy_coefficient": (0, 1000),
     "grpo.no_signal_share": (0, 1),
+    "grpo.turn_credit.look_ahead": (1, 1000),
+    "grpo.turn_credit.discount": (">0", 1),
+    "grpo.turn_credit.terminal_fill": (0, 1000),
+    "grpo.turn_credit.coefficient": (0, 1000),
+    "grpo.turn_credit.outcome_coefficient": (0, 1000),
+    "grpo.turn_credit.epsilon": (">0", 100),
+    "grpo.turn_credit.microbatch.row_length": (16, _TOKENS),
+    "grpo.turn_credit.microbatch.rows": (1, 65536),
     "grpo.microbatch.row_length": (16, _TOKENS),
     "grpo.microbatch.rows": (1, 65536),
     "grpo.validate_every": (1, _COUNT),

@@ -10,6 +10,7 @@ and 15 times faster for one query against a cache.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +46,30 @@ rotate.defvjp(
 )
 
 
-def packed_bias(segments: Int[Array, "B T"]) -> Float[Array, "B T T"]:
-    """Zero where a query (second axis) may see a key: same segment and not later in the row; `HIDDEN` elsewhere."""
+class Branches(NamedTuple):
+    """Continuations of a sequence that do not see each other, behind it in its row.
+
+    Attributes:
+        number: 0 for tokens of the sequence itself, else that of the branch, from 1.
+        start: tokens of the sequence that the branch continues; of the sequence itself any number from its length on.
+    """
+
+    number: Int[Array, "B T"]
+    start: Int[Array, "B T"]
+
+
+def packed_bias(
+    segments: Int[Array, "B T"], positions: Int[Array, "B T"] | None = None, branches: Branches | None = None
+) -> Float[Array, "B T T"]:
+    """Zero where a query (second axis) may see a key, `HIDDEN` elsewhere: same segment and not later in the row; of a
+    branch its own tokens and, by their positions, those of the sequence before it begins."""
     length = segments.shape[1]
-    same = segments[:, :, None] == segments[:, None, :]
-    return jnp.where(same & jnp.tril(jnp.ones((length, length), bool)), 0.0, HIDDEN)
+    seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((length, length), bool))
+    if branches is not None:
+        own = branches.number[:, :, None] == branches.number[:, None, :]
+        before = (branches.number == 0)[:, None, :] & (positions[:, None, :] < branches.start[:, :, None])
+        seen &= own | before
+    return jnp.where(seen, 0.0, HIDDEN)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

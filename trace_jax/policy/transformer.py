@@ -92,6 +92,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"],
         placement: Placement = ANYWHERE,
+        branches: attention.Branches | None = None,
     ) -> Float[Array, "B T D"]:
         """Hidden states of packed rows for training: causal attention inside equal segment ids.
 
@@ -101,10 +102,11 @@ class Transformer(nnx.Module):
             segments: sequence number of each token in its row, from 1; 0 is padding (its hidden states are finite and
                 mean nothing).
             placement: of arrays on a mesh.
+            branches: continuations from inside a sequence; their positions go on from where they begin.
         """
         cfg, (rows, time) = self.cfg, ids.shape
         rope = attention.rope_table(positions, cfg.head_dim, cfg.rope_theta)
-        bias = attention.packed_bias(segments)
+        bias = attention.packed_bias(segments, positions, branches)
         one_cpu = jax.default_backend() == "cpu" and placement is ANYWHERE
         at_once = attention.rows_in_cache(rows, time, cfg.heads) if one_cpu else None
 
