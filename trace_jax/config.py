@@ -169,6 +169,11 @@ class TurnCreditConfig:
     reference: str = ""  # run directory whose newest policy is asked; "": the policy at the start of the stage
     microbatch: BatchConfig = field(default_factory=lambda: BatchConfig(row_length=1024, rows=8))
 
+    @property
+    def pays(self) -> bool:
+        """Whether tokens get advantages of their own."""
+        return self.enabled and self.coefficient > 0
+
 
 @dataclass(frozen=True)
 class GRPOConfig:

@@ -270,6 +270,12 @@ def _combinations(c: RunConfig) -> None:
             f"`{stage}.microbatch.row_length` ({row}) is below `rollout.context` ({c.rollout.context}): "
             "long trajectories would be cut, raise it",
         )
+    row = c.grpo.turn_credit.microbatch.row_length
+    _refuse(
+        c.grpo.turn_credit.enabled and row <= c.rollout.context,
+        f"`grpo.turn_credit.microbatch.row_length` ({row}) must exceed `rollout.context` ({c.rollout.context}) by the "
+        "tokens of an answer: raise it",
+    )
     total = c.environment.reward_attr + c.environment.reward_full + c.environment.reward_format
     _refuse(total <= 0, "`environment.reward_*` are all 0: nothing to learn from, give one a positive weight")
     _refuse(

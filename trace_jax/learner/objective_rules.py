@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
-from trace_jax.config import ConfigError, GRPOConfig
+from trace_jax.config import ConfigError, GRPOConfig, TurnCreditConfig
 from trace_jax.learner.aggregation import AGGREGATIONS
 from trace_jax.learner.corrections import CORRECTIONS
 from trace_jax.learner.divergence import KL_ESTIMATORS
@@ -72,6 +73,7 @@ def validate(config: GRPOConfig) -> None:
             )
     _clips(config)
     _corrections(config)
+    _turn_credit(config)
     if config.aggregation == "seq_sum_constant" and not config.aggregation_constant > 0:
         raise ConfigError(f"`grpo.aggregation_constant` is {config.aggregation_constant}: it must be above 0")
     if config.overlong_buffer > 0 and config.overlong_penalty == 0:
@@ -129,4 +131,33 @@ def _corrections(c: GRPOConfig) -> None:
             f"`grpo.correction` {c.correction} with `grpo.correction_low` {c.correction_low} and "
             f"`grpo.correction_high` {c.correction_high} removes tokens on which sampler and learner agree: put 1 "
             "between the two"
+        )
+
+
+def _turn_credit(c: GRPOConfig) -> None:
+    credit, none = c.turn_credit, TurnCreditConfig()
+    for field in fields(credit):
+        value, default = getattr(credit, field.name), getattr(none, field.name)
+        if value != default and not credit.enabled:
+            raise ConfigError(
+                f"`grpo.turn_credit.{field.name}` is {value} without effect: set grpo.turn_credit.enabled to true, or "
+                f"leave it at {default}"
+            )
+    for name in ("outcome_coefficient", "terminal_fill"):
+        value, default = getattr(credit, name), getattr(none, name)
+        if value != default and not credit.pays:
+            raise ConfigError(
+                f"`grpo.turn_credit.{name}` is {value} without effect: with `grpo.turn_credit.coefficient` 0 credit is "
+                f"only measured, raise that or leave this at {default}"
+            )
+    if credit.pays and c.constant_groups == "drop":
+        other = "resample" if c.objective == "dapo" else "count"
+        raise ConfigError(
+            "`grpo.constant_groups` drop contradicts `grpo.turn_credit`, from which such groups learn: set "
+            f"grpo.constant_groups to {other}"
+        )
+    if credit.pays and OBJECTIVES[c.objective].one_advantage:
+        raise ConfigError(
+            f"`grpo.objective` {c.objective} has one advantage for a whole trajectory, turn credit one for each turn: "
+            "set grpo.objective to gspo_token, or grpo.turn_credit.coefficient to 0"
         )

@@ -102,11 +102,13 @@ class Named:
         surrogate: its loss per token.
         fixes: fields of `GRPOConfig` that the name settles, with the values it allows, the usual one first.
         by_sequence: its ratio is the sequence's, and so is every weight that corrects it.
+        one_advantage: of the advantages of a sequence only their mean acts.
     """
 
     surrogate: Surrogate
     fixes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     by_sequence: bool = False
+    one_advantage: bool = False
 
 
 OBJECTIVES: dict[str, Named] = {
@@ -119,7 +121,7 @@ OBJECTIVES: dict[str, Named] = {
         {"advantage_std": (True,), "aggregation": ("token_mean",), "constant_groups": ("resample", "drop")},
     ),
     # a mean over sequences: over tokens, a sequence would count as often as it is long
-    "gspo": Named(sequence_surrogate, {"aggregation": ("seq_mean_token_mean",)}, by_sequence=True),
+    "gspo": Named(sequence_surrogate, {"aggregation": ("seq_mean_token_mean",)}, by_sequence=True, one_advantage=True),
     "gspo_token": Named(sequence_token_surrogate, {"aggregation": ("seq_mean_token_mean",)}, by_sequence=True),
     "cispo": Named(cispo_surrogate),
 }

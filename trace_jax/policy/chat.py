@@ -79,6 +79,11 @@ class NanoChat:
         """A final answer as the policy would sample it, end token included."""
         return [self._id[ANSWER], *self.tokenizer.encode(text), self.stop_id]
 
+    def encode_gold(self, text: str) -> tuple[list[int], list[int]]:
+        """What stands before any final answer, and the tokens of this one without its end: what a probe asks for."""
+        start, *answer, _ = self.encode_answer(text)
+        return [start], answer
+
     def encode_observation(self, text: str) -> list[int]:
         """A tool result; text that spells a control token stays text. Never trained on."""
         return [self._id[RESULT], *self.tokenizer.encode(text)]

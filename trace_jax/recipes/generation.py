@@ -26,6 +26,7 @@ from trace_jax.learner import groups
 from trace_jax.learner.step import Params
 from trace_jax.recipes import schedule
 from trace_jax.recipes.phases import PhaseTimer
+from trace_jax.recipes.turn_probe import TurnProbe
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.collect import CollectStats, collect, metrics
 from trace_jax.rollout.sampling import Sampling
@@ -59,8 +60,12 @@ class Collection:
 class Generation:
     """Collects for GRPO. A context manager: leaving it ends what is under way."""
 
-    def __init__(self, work: Workspace, stage: str):
-        self._work, self._stage, self._config = work, stage, work.config.grpo
+    def __init__(self, work: Workspace, stage: str, probe: TurnProbe | None = None):
+        """
+        Args:
+            probe: asked about every trajectory to learn from.
+        """
+        self._work, self._stage, self._config, self._probe = work, stage, work.config.grpo, probe
         environment = work.environment("train")
         self._count = len(environment)
         self._quiet = [i for i in range(self._count) if environment.task(i).labels["type"] == "no_signal"]
@@ -128,9 +133,11 @@ class Generation:
             stats, before = CollectStats(), self._work.engine.stats
             tasks = prompts(config, step, self._count, self._quiet)
             trajectories = self._collect("train", tasks, self._config.group, self._stage, step, stats)
-            rounds = 0
+            rounds, pays = 0, self._config.turn_credit.pays
             while rounds < self._config.resample_limit:
-                wanted = groups.missing(trajectories, self._config, config.rollout.context)
+                wanted = groups.missing(
+                    trajectories, self._config, config.rollout.context, self._config.turn_credit.pays
+                )
                 more = further_prompts(config, step, self._count, tasks, wanted)
                 if not more:  # enough, or no prompt is left
                     break
@@ -144,6 +151,8 @@ class Generation:
                 self._open_to_swaps = False
         figures = _figures(trajectories, stats, self._work.engine.stats.since(before).figures())
         figures["resample_collections"] = float(rounds)
+        if self._probe is not None:
+            trajectories, figures["seconds/probe"] = self._probe(trajectories, self._work.environment("train"))
         return Collection(step, version, trajectories, figures, time.monotonic())
 
     def _validation(self, version: int) -> dict[str, float]:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trace_jax.config import ConfigError, RunConfig
+import numpy as np
+from jaxtyping import Float
+
+from trace_jax.config import ConfigError, RunConfig, TurnCreditConfig
 from trace_jax.learner import metrics as learner_metrics
-from trace_jax.learner import packing
+from trace_jax.learner import packing, turn_credit
 from trace_jax.learner.checkpoint import CheckpointStore, restore_state, save_state
-from trace_jax.learner.credit import grpo_sequences
+from trace_jax.learner.credit import CRASHED, grpo_sequences
 from trace_jax.learner.groups import choose
 from trace_jax.learner.objectives import grpo_objective
 from trace_jax.learner.step import Learner, Params, TrainState
@@ -26,6 +30,7 @@ from trace_jax.recipes.interrupt import Interrupted
 from trace_jax.recipes.phases import PhaseTimer
 from trace_jax.recipes.profile import Profiler
 from trace_jax.recipes.rundir import writing
+from trace_jax.recipes.turn_probe import TurnProbe, reference
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.trajectory import Trajectory, write_parquet
@@ -50,7 +55,8 @@ def train(work: Workspace, profile: int = 0) -> dict[str, float | None]:
     start_params = work.trained_params("sft")
     total = config.steps * config.iterations
     learner = work.learner(grpo_objective(config), config.optimizer, total, Sampling.of(work.config.rollout))
-    with work.store(STAGE) as store, Generation(work, STAGE) as generation:
+    probe = TurnProbe(work, reference(work, start_params)) if config.turn_credit.enabled else None
+    with work.store(STAGE) as store, Generation(work, STAGE, probe) as generation:
         restored = restore_state(store, learner, start_params)
         state, extra = restored or (learner.init(start_params), {})
         checkpoint, start = int(state.step), int(state.step) // config.iterations
@@ -64,9 +70,9 @@ def train(work: Workspace, profile: int = 0) -> dict[str, float | None]:
             extra.get("pending", {}),
             state.params,
         )
-        reference = learner.place(start_params) if config.kl_coefficient else None
+        anchor = learner.place(start_params) if config.kl_coefficient else None
         del start_params
-        loop = _Loop(work, learner, store, generation, state, reference, total)
+        loop = _Loop(work, learner, store, generation, state, anchor, total)
         loop.saved = start if restored else None
         best = store.best()
         loop.best = None if best is None else store.extra(best)["validated"]
@@ -84,11 +90,11 @@ class _Loop:
         store: CheckpointStore,
         generation: Generation,
         state: TrainState,
-        reference: Params | None,
+        anchor: Params | None,
         total: int,
     ):
         self.work, self.learner, self.store, self.generation = work, learner, store, generation
-        self.state, self.reference, self.total = state, reference, total
+        self.state, self.anchor, self.total = state, anchor, total
         self.timer = PhaseTimer()
         self.saved: int | None = None  # step of the newest checkpoint
         self.best: float | None = None  # best score of a checkpoint
@@ -109,7 +115,7 @@ class _Loop:
                 self.state,
                 collected.trajectories,
                 work.config,
-                self.reference,
+                self.anchor,
                 timer,
                 work.chat.tokenizer.vocab_size,
             )
@@ -141,7 +147,8 @@ class _Loop:
         except Interrupted:
             self._save(step)
             raise
-        self.timer.add("reward", collected.figures["seconds/reward"])  # grading; `update` adds to it
+        for phase in ("reward", "probe"):  # grading and turn credit; `update` adds to them
+            self.timer.add(phase, collected.figures.get(f"seconds/{phase}", 0.0))
         if step == 0:
             plan.check_truncation(collected.trajectories, config, self.work.run.path)
         lost = collected.figures["status/timed_out"] + collected.figures["status/tool_failure"]
@@ -186,22 +193,30 @@ def update(
     state: TrainState,
     trajectories: Sequence[Trajectory],
     config: RunConfig,
-    reference: Params | None,
+    anchor: Params | None,
     timer: PhaseTimer,
     vocabulary: int,
 ) -> tuple[TrainState, dict[str, float | None]]:
-    """`iterations` optimizer steps on one collection. Returns the new state and the metrics of the last of them."""
+    """`iterations` optimizer steps on one collection. Returns the new state and the metrics of the last of them.
+
+    Args:
+        anchor: the policy that the KL penalty pulls to.
+    """
     grpo, context = config.grpo, config.rollout.context
     with timer.phase("reward"):
-        chosen, resampled = choose(trajectories, grpo, context)
-        sequences, left_out, figures = grpo_sequences(chosen, grpo, context)
+        paid = partial(_paid, credit=grpo.turn_credit) if grpo.turn_credit.pays else None
+        chosen, resampled = choose(trajectories, grpo, context, paid is not None)
+        sequences, left_out, figures = grpo_sequences(chosen, grpo, context, paid)
+        if grpo.turn_credit.enabled:
+            asked = [t for t in trajectories if t.status not in CRASHED]
+            figures |= turn_credit.figures([t.probes for t in asked], [t.reward for t in asked], grpo.turn_credit)
         ways = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
         batches = packing.pack_buckets(sequences, grpo.microbatch, config.rollout.top_k, ways)
     with timer.phase("probe"):
         if grpo.old_policy == "learner":
             batches = learner.with_old(state.params, batches)
         if grpo.kl_coefficient:
-            batches = learner.with_reference(reference, batches)
+            batches = learner.with_reference(anchor, batches)
     agreement: Mapping[str, float | None] = {}
     begun = time.perf_counter()
     with timer.phase("learn"):
@@ -216,3 +231,9 @@ def update(
     spent = time.perf_counter() - begun
     speed = phases.throughput(spent, lengths, grpo.iterations, config.policy, vocabulary, learner.mesh.size)
     return state, last | agreement | figures | resampled | speed
+
+
+def _paid(trajectory: Trajectory, outcome: float, credit: TurnCreditConfig) -> Float[np.ndarray, " N"]:
+    """Advantage of each of its tokens with turn credit."""
+    t = trajectory
+    return turn_credit.token_advantages(t.turn_index, t.loss_mask, t.probes, outcome, credit)

@@ -14,7 +14,7 @@ from typing import Any
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.learner import credit, objectives, packing
 from trace_jax.learner.roles import role_meshes
-from trace_jax.recipes import assess, export, grpo, sft, teacher, tracking
+from trace_jax.recipes import assess, export, grpo, sft, teacher, tracking, turn_probe
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, writing
@@ -77,8 +77,12 @@ def check(config: RunConfig) -> None:
     """
     objectives.validate(config.grpo)
     credit.validate(config.grpo, config.rollout.context)
-    mesh, _ = role_meshes(config.mesh)
+    turn_probe.check(config)
+    mesh, sampling = role_meshes(config.mesh)
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.grpo.turn_credit.enabled:
+        asking = sampling.shape["data"] * sampling.shape["fsdp"]
+        packing.validate(config.grpo.turn_credit.microbatch, "grpo.turn_credit.microbatch", asking)
     for name, stage in (("sft", config.sft), ("grpo", config.grpo)):
         packing.validate(stage.microbatch, f"{name}.microbatch", ways)
 

@@ -90,6 +90,11 @@ class Workspace:
         """The learner's devices."""
         return self._meshes[0]
 
+    @property
+    def sampling_mesh(self) -> jax.sharding.Mesh:
+        """The sampler's devices; the learner's unless some are set apart."""
+        return self._meshes[1]
+
     def learner(self, objective: Objective, optimizer: Any, total_steps: int, sampling: Sampling) -> Learner:
         """A learner for the policy, of trajectories that are sampled so.
 
@@ -177,6 +182,6 @@ class Workspace:
             self.model,
             self.config.rollout,
             self.chat.stop_id,
-            mesh=self._meshes[1],
+            mesh=self.sampling_mesh,
             specs=lambda mesh: sharding.shardings(self.initial_params, axes, mesh),
         )

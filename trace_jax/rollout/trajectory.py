@@ -50,6 +50,8 @@ class Trajectory:
       info: what grading found (JSON-able). labels: the task's labels, for grouping metrics (JSON-able).
       stale: whether a turn attended to keys and values of older parameters than those that drew it, so that no single
         version of the policy reproduces its log-probabilities; empty where nobody recorded it.
+      probes: mean log-probability that a frozen reference gives to the gold answer before the first tool turn and after
+        each of them (`learner.turn_credit`); empty where nobody asked.
       kept: ids that could have been drawn for each sampled id, itself included, -1 where fewer than k; -1 where
         `loss_mask` is false; None when nothing was left out.
     """
@@ -70,6 +72,7 @@ class Trajectory:
     info: dict[str, Any] = field(default_factory=dict)
     labels: dict[str, Any] = field(default_factory=dict)
     stale: tuple[bool, ...] = ()
+    probes: tuple[float, ...] = ()
     kept: Int32[np.ndarray, "N k"] | None = None
 
     def __post_init__(self):
@@ -134,10 +137,11 @@ _SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float32())),
         ("turn_index", pa.list_(pa.int32())),
         ("stale", pa.list_(pa.bool_())),
+        ("probes", pa.list_(pa.float64())),
         ("kept", pa.list_(pa.int32())),  # k ids for the first token, then for the second, ...
     ]
 )
-_LATER = ("stale", "kept")  # columns that files of earlier versions lack
+_LATER = ("stale", "kept", "probes")  # columns that files of earlier versions lack
 
 
 def _jsonable(value: Any) -> Any:
@@ -172,6 +176,7 @@ def to_table(trajectories: Iterable[Trajectory], step: int = 0) -> pa.Table:
                 "logprobs": t.logprobs,
                 "turn_index": t.turn_index,
                 "stale": list(t.stale),
+                "probes": list(t.probes),
                 "kept": None if t.kept is None else t.kept.reshape(-1),
             }
         )
@@ -195,6 +200,7 @@ def from_table(table: pa.Table) -> list[Trajectory]:
                 raise ValueError(f"`{name}` of a row is no JSON object")
         row["versions"] = tuple(row["versions"])
         row["stale"] = tuple(row["stale"] or ())
+        row["probes"] = tuple(row["probes"] or ())
         if row["kept"] is not None:
             row["kept"] = np.asarray(row["kept"], np.int32).reshape(len(streams["ids"]), -1)
         result.append(Trajectory(**row, **streams))

@@ -1,0 +1,116 @@
+"""The reference of turn credit in a run: which policy it is, and what it says about trajectories."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from flax import nnx
+
+from trace_jax.config import ConfigError, RunConfig
+from trace_jax.environments.base import Environment
+from trace_jax.learner import turn_credit
+from trace_jax.learner.probe import Probe, Question, transformer_scores
+from trace_jax.learner.step import Params
+from trace_jax.policy.transformer import logical_axes
+from trace_jax.recipes.interrupt import Interrupt
+from trace_jax.recipes.progress import Progress
+from trace_jax.recipes.rundir import RunDirectory, writing
+from trace_jax.recipes.workspace import TOKENIZER, Workspace
+from trace_jax.rollout.trajectory import Trajectory
+
+STAGE = "reference"  # its folder among the checkpoints, if it is the policy of another run
+
+
+class TurnProbe:
+    """Asks a frozen policy for the gold answer after every tool turn. Thread-safe: it has no state."""
+
+    def __init__(self, work: Workspace, params: Params):
+        """
+        Args:
+            params: of the reference; copied to the sampler's devices, which are free while others learn.
+        """
+        self._chat = work.chat
+        scores = transformer_scores(nnx.graphdef(work.model))
+        batches = work.config.grpo.turn_credit.microbatch
+        self._probe = Probe(scores, params, work.sampling_mesh, logical_axes(work.model), batches)
+
+    def __call__(self, trajectories: Sequence[Trajectory], environment: Environment) -> tuple[list[Trajectory], float]:
+        """The trajectories with `probes`, and the seconds it took.
+
+        Raises:
+            ConfigError: one of them does not fit a row.
+        """
+        begun = time.perf_counter()
+        answers: dict[int, tuple[list[int], list[int]]] = {}
+        questions = []
+        for t in trajectories:
+            if t.task_index not in answers:
+                answers[t.task_index] = self._chat.encode_gold(environment.task(t.task_index).gold_answer)
+            ends = turn_credit.boundaries(t.turn_index, t.loss_mask)
+            questions.append(Question(t.ids, ends, *answers[t.task_index]))
+        found = [tuple(values.tolist()) for values in self._probe(questions)]
+        probed = [dataclasses.replace(t, probes=p) for t, p in zip(trajectories, found, strict=True)]
+        return probed, time.perf_counter() - begun
+
+
+def reference(work: Workspace, start: Params) -> Params:
+    """Parameters of the reference.
+
+    Args:
+        start: the policy that the stage began with.
+
+    Raises:
+        ConfigError: `grpo.turn_credit.reference` is no run, or its policy reads other tokens or has another shape.
+    """
+    source = work.config.grpo.turn_credit.reference
+    if not source:
+        return start
+    if work.store(STAGE).latest() is None:
+        _adopt(Path(source), work)
+    return work.trained_params(STAGE)
+
+
+def check(config: RunConfig) -> None:
+    """Refuses, before anything runs, a reference that cannot be one.
+
+    Raises:
+        ConfigError: see `reference`; whether the tokenizers agree is only known when this run has one.
+    """
+    if config.grpo.turn_credit.enabled and config.grpo.turn_credit.reference:
+        source = Path(config.grpo.turn_credit.reference)
+        with RunDirectory.open(source, lock=False) as other:
+            _same_policy(other.config, config, source)
+            Workspace(other, Progress(), Interrupt()).latest_stage()
+
+
+def _same_policy(theirs: RunConfig, ours: RunConfig, source: Path) -> None:
+    if theirs.policy != ours.policy:
+        raise ConfigError(
+            f"`grpo.turn_credit.reference` {source} has a policy of another shape (its `policy` section differs): "
+            "choose a run with this run's policy, or leave the field empty"
+        )
+
+
+def _adopt(source: Path, work: Workspace) -> None:
+    """Copies the newest policy of another run, so that the reference stays what it was whatever becomes of that run."""
+    with RunDirectory.open(source, lock=False) as other:
+        _same_policy(other.config, work.config, source)
+        if (other.path / TOKENIZER).read_bytes() != (work.run.path / TOKENIZER).read_bytes():
+            raise ConfigError(
+                f"`grpo.turn_credit.reference` {source} has another tokenizer: choose a run that began from the same "
+                "SFT policy (`trace-jax grpo --init`), or leave the field empty"
+            )
+        theirs = Workspace(other, Progress(), Interrupt())
+        stage = theirs.latest_stage()
+        name = f"{theirs.store(stage).latest():08d}"
+        work.run.folder("checkpoints")
+        target = work.run.checkpoints(STAGE) / name
+        with writing(work.run.path / "checkpoints"):
+            partial = target.with_name(f".{name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(other.checkpoints(stage) / name, partial)
+            partial.rename(target)
