@@ -135,9 +135,7 @@ class Generation:
             trajectories = self._collect("train", tasks, self._config.group, self._stage, step, stats)
             rounds, pays = 0, self._config.turn_credit.pays
             while rounds < self._config.resample_limit:
-                wanted = groups.missing(
-                    trajectories, self._config, config.rollout.context, self._config.turn_credit.pays
-                )
+                wanted = groups.missing(trajectories, self._config, config.rollout.context, pays)
                 more = further_prompts(config, step, self._count, tasks, wanted)
                 if not more:  # enough, or no prompt is left
                     break
