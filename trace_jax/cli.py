@@ -52,8 +52,15 @@ def _simulate(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
 
 def _inspect(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import inspect
+    from trace_jax.recipes import inspect, inspect_trajectory
 
+    if args.trajectory is not None:
+        for flag in ("cause", "dimensions", "proposal", "out", "config"):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"--{flag} does not go with --trajectory: leave one out")
+        if args.tables or config != RunConfig():
+            raise ConfigError("--trajectory takes no --tables and no fields: it uses the configuration of its run")
+        return inspect_trajectory.show(args.trajectory, args.index, args.split)
     return inspect.inspect(
         config,
         args.split,

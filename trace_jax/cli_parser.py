@@ -118,6 +118,13 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--proposal", type=int, metavar="I", help="number of the proposal, from 0 (default: 0)")
             p.add_argument("--out", type=Path, metavar="FILE", help="also write one self-contained HTML page")
             p.add_argument("--tables", action="store_true", help="also print the first rows of every table")
+            p.add_argument(
+                "--trajectory",
+                type=Path,
+                metavar="FILE",
+                help="an investigation of a policy instead, number --index of a file in a run's trajectories/ (or of a "
+                "run directory: of its newest), with what each turn was worth",
+            )
         if name == "play":
             p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
             p.add_argument("--index", type=int, metavar="I", help="position in the split, from 0 (default: drawn)")
