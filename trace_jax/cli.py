@@ -108,7 +108,14 @@ def _certify(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax import bench
 
+    if args.run_dir is not None and args.kind != "probe":
+        raise ConfigError(f"bench {args.kind} looks at no run: leave --run-dir out")
     result = bench.run(args.kind, config, repeats=args.repeats, peers=args.peers)
+    if args.run_dir is not None:
+        from trace_jax.recipes import probe_share
+
+        result |= probe_share.measure(args.run_dir, args.repeats)
+        del result["note"]
     print(bench.text(result))
     return result
 

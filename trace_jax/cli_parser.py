@@ -18,6 +18,7 @@ _BENCHES = {
     "tools": "loading of episodes and calls of the agent's tool, against bare DuckDB",
     "rollout": "the sampling engine beside other samplers; takes about 5 minutes, whatever the configuration",
     "learner": "tokens a second of a training step",
+    "probe": "turn credit: all turns of a trajectory in one pass, against a pass for each",
 }
 _LATEST = (
     "best is GRPO's checkpoint with the best validation reward, latest is GRPO's policy if the run has one, else SFT's "
@@ -42,7 +43,7 @@ COMMANDS = {
     "grpo": "GRPO, in a run whose SFT is done or in a new one from its policy (--init)",
     "eval": "score a run's policy or a baseline on held-out episodes",
     "export": "write a run's policy in Hugging Face layout (safetensors)",
-    "bench": "throughput as a share of what this machine can do: sim, tools, rollout, learner",
+    "bench": "throughput as a share of what this machine can do: sim, tools, rollout, learner, probe",
     "report": "one self-contained HTML page of a run, finished or not",
 }
 
@@ -144,6 +145,8 @@ def build() -> argparse.ArgumentParser:
             p.add_argument(
                 "--repeats", type=int, default=5, metavar="N", help="timed rounds; medians are reported (default: 5)"
             )
+            whose = "for probe: a run whose SFT is done, to measure the probe's share of its GRPO steps"
+            p.add_argument("--run-dir", type=Path, metavar="DIR", help=whose)
             p.add_argument(
                 "--peers",
                 metavar="PYTHON",

@@ -10,7 +10,7 @@ from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import shown
 
 MOST_REPEATS = 1000
-KINDS = ("sim", "tools", "rollout", "learner")
+KINDS = ("sim", "tools", "rollout", "learner", "probe")
 COMPARED = ("rollout", "learner")  # to other programs
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,13 @@ def transformer_scores(graphdef: nnx.GraphDef, chunk: int = CHUNK) -> ScoreFn:
     return scores
 
 
+class Positions(NamedTuple):
+    """Work of a probe, in positions of a row."""
+
+    needed: int
+    computed: int
+
+
 class Probe:
     """A frozen reference on a mesh.
 
@@ -108,6 +115,7 @@ class Probe:
             config: shapes of the micro-batches.
         """
         self._mesh, self._config = mesh, config
+        self._ways = mesh.shape["data"] * mesh.shape["fsdp"]
         self._params = sharding.place(params, sharding.shardings(params, axes, mesh))
 
         def scores(params, batch):
@@ -124,11 +132,22 @@ class Probe:
             ValueError: a question is not as `Question` says.
         """
         rows = _Rows(questions, self._config.row_length)
-        ways = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
-        batches, places = rows.batches(self._config, ways)
+        batches, places = rows.batches(self._config, self._ways)
         # dispatched together, fetched in order
         scored = [self._scores(self._params, sharding.place_batch(b, self._mesh)) for b in batches]
         return rows.means([np.asarray(s, np.float64) for s in scored], places)
+
+    def positions(self, questions: Sequence[Question]) -> Positions:
+        """How many positions these questions need, and how many are computed, padding included."""
+        rows = _Rows(questions, self._config.row_length)
+        batches, _ = rows.batches(self._config, self._ways)
+        return Positions(sum(map(len, rows.items)), sum(b.ids.size for b in batches))
+
+    def peak_bytes(self, row_length: int, rows: int) -> int:
+        """What the program for a micro-batch of this shape needs: parameters, arguments and everything in between."""
+        batch = sharding.place_batch(_empty(rows, row_length), self._mesh)
+        memory = self._scores.lower(self._params, batch).compile().memory_analysis()
+        return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
     def compilations(self) -> int:
         """How many programs were compiled so far."""
