@@ -2,7 +2,7 @@
 
 import pytest
 
-from trace_jax.config import ConfigError, GRPOConfig
+from trace_jax.config import ConfigError, GRPOConfig, TurnCreditConfig
 from trace_jax.learner.objectives import grpo_objective, validate
 from trace_jax.learner.surrogates import OBJECTIVES
 
@@ -29,6 +29,10 @@ SUM = {"aggregation": "seq_sum_constant"}
         {**LEARNER, "correction": "mask_sequences", "correction_low": 0.999, "correction_high": 1.001},
         {"staleness": 1, "weight_sync": "in_flight"},
         {"baseline": "leave_one_out", "advantage_std": False},
+        {"turn_credit": TurnCreditConfig(enabled=True, form="raw_delta", look_ahead=1)},
+        {"turn_credit": TurnCreditConfig(enabled=True, coefficient=0.0), "constant_groups": "drop"},
+        GSPO | {"objective": "gspo_token", "turn_credit": TurnCreditConfig(enabled=True)},
+        GSPO | {"turn_credit": TurnCreditConfig(enabled=True, coefficient=0.0)},
     ],
 )
 def test_what_is_accepted(fields):

@@ -106,6 +106,7 @@ class _Loop:
         if not validated:
             self._validate(start)
         for step in range(start, config.steps):
+            begun = time.perf_counter()
             profiler.step(step)
             collected = self._take(step)
             with writing(path := work.run.trajectories(STAGE, step + 1)):
@@ -123,6 +124,8 @@ class _Loop:
                 self.generation.publish(self.state.params, step + 1)
             lag = {"staleness": float(step - min(t.oldest_version for t in collected.trajectories))}
             last = collected.figures | learned | lag | timer.take() | phases.memory()
+            if config.turn_credit.enabled:
+                last["credit/probe_share"] = last["seconds/probe"] / (time.perf_counter() - begun)
             work.run.log(STAGE, step + 1, last)
             bar.update(step + 1, reward=last["reward"], loss=last["loss"], entropy=last["entropy"])
             self._validate(step + 1)
