@@ -34,7 +34,7 @@ _MEMORY = (
     "out of memory: lower rollout.slots, sft.microbatch.rows, grpo.microbatch.rows, simulator.batch, the sizes of the "
     "policy or those of the data"
 )
-_STOPPABLE = (*TRAINING, "eval", "export", "simulate", "inspect", "play", "certify")
+_STOPPABLE = (*TRAINING, "reproduce", "eval", "export", "simulate", "inspect", "play", "certify")
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -120,6 +120,20 @@ def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     return result
 
 
+def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax.recipes import reproduce
+
+    return reproduce.command(
+        args.study,
+        config,
+        args.out,
+        source=args.init,
+        seeds=args.seeds,
+        variants=args.variants,
+        steps=args.steps,
+    )
+
+
 def _report(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax.report import html
 
@@ -141,6 +155,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "eval": _eval,
     "export": _export,
     "bench": _bench,
+    "reproduce": _reproduce,
     "report": _report,
 }
 
@@ -220,6 +235,8 @@ def _run_of(args: argparse.Namespace) -> Path | None:
         return None
     if args.command == "play":
         return args.run_dir
+    if args.command == "reproduce":
+        return args.init
     init = getattr(args, "init", None)
     continues = args.command in ("grpo", "eval", "export", "report") or args.resume
     run = init or (args.run_dir if continues else None)
@@ -280,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Interrupted as stop:
         again = [*argv, *(["--resume"] if command_of(argv) == "simulate" and "--resume" not in argv else [])]
-        verb = "continue" if command_of(argv) in (*TRAINING, "simulate") else "start again"
+        verb = "continue" if command_of(argv) in (*TRAINING, "simulate", "reproduce") else "start again"
         print(f"interrupted; {verb} with: {stop.resume or shlex.join(['trace-jax', *again])}", file=sys.stderr)
         return stop.status
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trace_jax import config_io
 from trace_jax.config import ConfigError
+from trace_jax.recipes.studies import STUDIES
 from trace_jax.recipes.tracking import SERVICES
 
 TRAINING = ("train", "sft", "grpo")
@@ -44,6 +45,7 @@ COMMANDS = {
     "eval": "score a run's policy or a baseline on held-out episodes",
     "export": "write a run's policy in Hugging Face layout (safetensors)",
     "bench": "throughput as a share of what this machine can do: sim, tools, rollout, learner, probe",
+    "reproduce": "a paper's ablation table at the size of a configuration",
     "report": "one self-contained HTML page of a run, finished or not",
 }
 
@@ -152,6 +154,19 @@ def build() -> argparse.ArgumentParser:
                 metavar="PYTHON",
                 help="for rollout and learner: an interpreter with torch and transformers (default: this one)",
             )
+        if name == "reproduce":
+            p.formatter_class = argparse.RawDescriptionHelpFormatter
+            p.description = f"{text}\n\nSTUDY is one of\n" + "".join(
+                f"  {k:13s}{s.about}\n" for k, s in STUDIES.items()
+            )
+            p.add_argument("study", choices=tuple(STUDIES), metavar="STUDY", help=", ".join(STUDIES))
+            p.add_argument(
+                "--init", type=Path, metavar="DIR", help="start from the SFT policy of this run (default: train one)"
+            )
+            p.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the runs and the table go")
+            p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="S", help="default: 0 1 2")
+            p.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="default: all of the study")
+            p.add_argument("--steps", type=_count, metavar="N", help="of each run (default: as the study says)")
         if name == "report":
             p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run directory")
         if name == "export":

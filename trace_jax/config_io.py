@@ -251,6 +251,17 @@ def load(path: Path | str | None, overrides: Iterable[tuple[str, str]] = ()) -> 
     return config
 
 
+def override(config: RunConfig, pairs: Iterable[tuple[str, str]]) -> RunConfig:
+    """A validated copy with fields, by dotted name, set to what their texts say.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    changed = build(RunConfig, parse_overrides(pairs), "an override", config)
+    validate(changed)
+    return changed
+
+
 def dump(config: RunConfig) -> str:
     """YAML of every field (also those left at their default), readable by `load`."""
     return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False)
