@@ -1,8 +1,8 @@
 """`trace-jax reproduce`: a paper's ablation table at the size of a configuration.
 
-A study is a list of variants of one GRPO run. All start from one SFT policy and take as many steps on the same prompts, once
-for each seed. Every run is an ordinary run directory under the study's; what is finished is not repeated, so an interrupted
-study goes on with the same command.
+A study is a list of variants of one GRPO run. All start from one SFT policy and take as many steps on the same prompts,
+once for each seed. Every run is an ordinary run directory under the study's; what is finished is not repeated, so an
+interrupted study goes on with the same command.
 """
 
 from __future__ import annotations

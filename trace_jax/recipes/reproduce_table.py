@@ -30,8 +30,8 @@ SHOWN = {
 
 
 def summary(runs: Runs, baseline: str) -> dict[str, dict[str, Any]]:
-    """By variant and figure: `mean`, `half` (half of a 95 % interval over seeds, Student's t; None with one seed) and, of
-    rewards, `difference` and `difference_half` to the baseline, seed by seed."""
+    """By variant and figure: `mean`, `half` (half of a 95 % interval over seeds, Student's t; None with one seed) and,
+    of rewards, `difference` and `difference_half` to the baseline, seed by seed."""
     result: dict[str, dict[str, Any]] = {}
     for name, seeds in runs.items():
         reached = {s: _reached(seeds[s], runs[baseline].get(s)) for s in seeds}
@@ -89,8 +89,8 @@ def markdown(result: Mapping[str, Any]) -> str:
             cells.append(cell)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines.append(
-        f"\n{result['steps']} steps, {seeds} seeds; ± is half of a 95 % interval over seeds (Student's t), in brackets the "
-        f"difference to {baseline}, seed by seed.\n"
+        f"\n{result['steps']} steps, {seeds} seeds; ± is half of a 95 % interval over seeds (Student's t), in brackets "
+        f"the difference to {baseline}, seed by seed.\n"
     )
     return "\n".join(lines)
 

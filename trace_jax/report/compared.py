@@ -41,7 +41,8 @@ def chart(lines: Sequence[Line], *, title: str, x_label: str, y_label: str) -> s
         return f"{across:.1f},{HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM):.1f}"
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(title)}">',
         "<style>svg{background:#fff;font:12px system-ui,sans-serif}text{fill:#333}.grid{stroke:#ddd}"
         "@media(prefers-color-scheme:dark){svg{background:#11161c}text{fill:#ccd}.grid{stroke:#333c47}}</style>",
     ]
