@@ -1,6 +1,7 @@
 """GRPO with devices of its own for each role, sampling one step ahead, against the same run on one device."""
 
 import numpy as np
+import pytest
 from recipes_helpers import compile_cache, figures, final_state, finished_smoke, smoke, start
 
 from trace_jax.rollout.trajectory import read_parquet
@@ -8,6 +9,7 @@ from trace_jax.rollout.trajectory import read_parquet
 __all__ = ["compile_cache", "finished_smoke", "smoke"]  # fixtures
 
 
+@pytest.mark.slow
 def test_two_devices_learn_while_two_sample(smoke, compile_cache, tmp_path, monkeypatch):
     """The same investigations, and parameters equal to 1e-5, after two steps and one more in a resumed process."""
     source, _ = smoke
