@@ -17,12 +17,11 @@ from typing import Any
 
 import safetensors.numpy
 
-import trace_jax
 from trace_jax.config import ConfigError
 from trace_jax.policy import hf
 from trace_jax.policy.transformer import Transformer
 
-SCRIPT = Path(trace_jax.__file__).parents[1] / "bench" / "peers" / "transformers_generate.py"
+SCRIPT = Path(__file__).parent / "peers" / "transformers_generate.py"
 PACKAGES = ("torch", "transformers")
 SECONDS = 600.0  # that an answer may take
 INSTALL = "pip install torch transformers"
