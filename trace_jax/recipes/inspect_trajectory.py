@@ -20,7 +20,7 @@ from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.recipes.turn_probe import TurnProbe, reference
 from trace_jax.recipes.workspace import Workspace
-from trace_jax.rollout.trajectory import Trajectory, read_parquet
+from trace_jax.rollout.trajectory import Trajectory, read_parquet, stored
 
 SHOWN_LINES = 12  # of an observation
 
@@ -66,7 +66,7 @@ def show(path: Path, index: int | None, split: str) -> dict[str, Any]:
         work = Workspace(run, Progress(), Interrupt())
         t = rows[index]
         task = work.environment("train" if collected else split).task(t.task_index)
-        if dict(task.labels) != t.labels:
+        if stored(dict(task.labels)) != t.labels:
             other = "" if collected else "; name the right --split"
             raise ConfigError(f"{path} is not of the {'train' if collected else split} episodes of this run{other}")
         if not t.probes:

@@ -153,6 +153,11 @@ def _jsonable(value: Any) -> Any:
     raise TypeError(f"cannot store {type(value).__name__} in a trajectory file")
 
 
+def stored(value: dict[str, Any]) -> dict[str, Any]:
+    """Labels or info as they come back from a file."""
+    return json.loads(json.dumps(value, default=_jsonable))
+
+
 def to_table(trajectories: Iterable[Trajectory], step: int = 0) -> pa.Table:
     """Trajectories as Arrow rows (dict fields as JSON text), labelled with the training step."""
     rows = []
