@@ -32,12 +32,21 @@ class Reward:
 
 @dataclass(frozen=True)
 class Task:
-    """One question. `gold_answer` and `labels` are for grading, probes and metrics; no tool can reach them."""
+    """One question. What is known of its answer is for grading, probes and metrics; no tool can reach it.
+
+    Attributes:
+        gold_answer: a right answer, whole.
+        probe: what a probe asks for: the text before it in an answer, the same for every task, and the part of the gold
+            answer that a task decides, as a policy would write it. Anything more would only blur what the reference
+            knows. None: nothing before, and the whole gold answer.
+        labels: for grading and metrics.
+    """
 
     index: int
     system: str
     user: str
     gold_answer: str
+    probe: tuple[str, str] | None = None
     labels: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -79,10 +79,12 @@ class NanoChat:
         """A final answer as the policy would sample it, end token included."""
         return [self._id[ANSWER], *self.tokenizer.encode(text), self.stop_id]
 
-    def encode_gold(self, text: str) -> tuple[list[int], list[int]]:
-        """What stands before any final answer, and the tokens of this one without its end: what a probe asks for."""
-        start, *answer, _ = self.encode_answer(text)
-        return [start], answer
+    def encode_probe(self, before: str, text: str) -> tuple[list[int], list[int]]:
+        """A final answer that is not finished, in two parts: its start with the text before, and the tokens of `text`,
+        as they are after it. A token that reaches across counts as one of `text`."""
+        start, *ids, _ = self.encode_answer(before + text)
+        shared = max(n for n in range(len(ids)) if before.startswith(self.tokenizer.decode(ids[:n])))
+        return [start, *ids[:shared]], ids[shared:]
 
     def encode_observation(self, text: str) -> list[int]:
         """A tool result; text that spells a control token stays text. Never trained on."""

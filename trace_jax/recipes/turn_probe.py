@@ -49,7 +49,8 @@ class TurnProbe:
         questions = []
         for t in trajectories:
             if t.task_index not in answers:
-                answers[t.task_index] = self._chat.encode_gold(environment.task(t.task_index).gold_answer)
+                task = environment.task(t.task_index)
+                answers[t.task_index] = self._chat.encode_probe(*(task.probe or ("", task.gold_answer)))
             ends = turn_credit.boundaries(t.turn_index, t.loss_mask)
             questions.append(Question(t.ids, ends, *answers[t.task_index]))
         found = [tuple(values.tolist()) for values in self._probe(questions)]

@@ -100,6 +100,14 @@ def format_answer(cause: str, driver: Iterable[Pair] = (), evidence: Sequence[An
     return json.dumps(body, separators=(",", ":"), ensure_ascii=False)
 
 
+def probe_of(answer: str) -> tuple[str, str]:
+    """A canonical answer without evidence as what a probe asks for: all before the name of the cause, and from there
+    through the last value of the driver, the part that differs from episode to episode."""
+    decision = answer[: answer.index(',"evidence":')]
+    start = len('{"decision":{"root_cause":"')
+    return decision[:start], decision[start:].rstrip('"}]')
+
+
 def parse_lenient(text: str) -> Answer | None:
     """The last decision in the text, or None.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from trace_jax.config import EnvironmentConfig
-from trace_jax.environments.ads.answer import format_answer
+from trace_jax.environments.ads.answer import format_answer, probe_of
 from trace_jax.environments.ads.prompt import NUDGE, check_style, system_prompt, user_prompt
 from trace_jax.environments.ads.reward import grade
 from trace_jax.environments.base import Observation, Reward, Task
@@ -37,7 +37,8 @@ class AdsEnvironment:
             index=index,
             system=system_prompt(self._config.prompt),
             user=user_prompt(record, self._config.prompt),
-            gold_answer=format_answer(record.cause, record.driver),
+            gold_answer=(gold := format_answer(record.cause, record.driver)),
+            probe=probe_of(gold),
             labels={"cause": record.cause, "type": record.type, "driver": record.driver},
         )
 
