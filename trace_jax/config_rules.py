@@ -13,6 +13,7 @@ from trace_jax.config import ConfigError, PolicyConfig, RunConfig
 CHOICES: dict[str, tuple[str, ...]] = {
     "simulator.rng": ("threefry2x32", "threefry2x32_13"),
     "simulator.difficulty": ("easy", "paper", "hard"),
+    "environment.name": ("ads", "search"),
     "environment.prompt": ("compact", "full"),
     "policy.dtype": ("float32", "bfloat16"),
     "policy.remat": ("none", "dots", "full"),
@@ -71,6 +72,10 @@ RANGES: dict[str, tuple[Any, float]] = {
     "environment.reward_attr": (0, 1),
     "environment.reward_full": (0, 1),
     "environment.reward_format": (0, 1),
+    "search.documents": (16, 128),
+    "search.min_hops": (1, 5),
+    "search.max_hops": (1, 5),
+    "search.results": (1, 10),
     "tokenizer.vocab_size": (300, 32000),
     "tokenizer.transcripts": (1, _COUNT),
     "tokenizer.fragments": (0, 32000),
