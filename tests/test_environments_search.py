@@ -49,13 +49,12 @@ def answers_by_brute_force(texts, question):
     """All that a compact question may mean: every reading of every document, without the code that wrote them."""
     facts = defaultdict(set)
     for text in texts:
-        name, rest = text.split(", ", 1)
-        for sentence in rest.removesuffix(".").split(". ")[1:]:
-            relation, value = sentence.split(" ", 1)
+        (name, _), *rest = [line.split(":") for line in text.splitlines()]
+        for relation, value in rest:
             facts[name, relation].add(value)
-    *relations, start = question.removesuffix("?").split(" of ")
+    start, *relations = question.removesuffix("?").split(":")
     reached = {start}
-    for relation in reversed(relations):
+    for relation in relations:
         reached = set().union(*(facts[name, relation] for name in reached))
     return reached
 
@@ -69,7 +68,7 @@ def test_every_question_has_one_answer(sizes):
         found = answers_by_brute_force(documents(tasks, index, sizes.documents).values(), task.user)
         assert found == {task.gold_answer}, task.user
         assert task.gold_answer != task.labels["start"]
-        assert task.labels["type"] == f"{task.labels['hops']}_hops" and task.user.count(" of ") == task.labels["hops"]
+        assert task.labels["type"] == f"{task.labels['hops']}_hops" and task.user.count(":") == task.labels["hops"]
         hops.add(task.labels["hops"])
     assert hops == set(range(sizes.min_hops, sizes.max_hops + 1))
 

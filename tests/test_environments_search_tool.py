@@ -10,7 +10,7 @@ from trace_jax.environments.search.tool import MAX_ACTION, SearchTool, library, 
 
 SIZES = SearchConfig(documents=24)
 LIBRARY = library(SIZES, 3, 0, "compact")
-TEXTS = {number: " ".join(said) for number, said in LIBRARY.sentences.items()}
+TEXTS = {number: "\n".join(said) for number, said in LIBRARY.sentences.items()}
 
 
 def tool(characters=2000, results=3):
@@ -21,12 +21,12 @@ def test_search_open_find():
     one = tool()
     for entity in LIBRARY.world.entities:
         listed = one.run(f'search("{entity.name.upper()}")')
-        assert listed.status == "ok" and listed.text.splitlines()[0] == f"{entity.id} {entity.name}, {entity.type}"
+        assert listed.status == "ok" and listed.text.splitlines()[0] == f"{entity.id}:{entity.name}:{entity.type}"
         assert 1 <= len(listed.text.splitlines()) <= 3
         opened = one.run(f" open( '{entity.id}' )\n")
         assert opened.text == TEXTS[entity.id] and opened == one.run(f"open({entity.id})")
         relation, value = entity.facts[0]
-        assert f"{relation} {value}." in one.run(f"find('{value.lower()}')").text
+        assert f"{relation}:{value}" in one.run(f"find('{value.lower()}')").text
         assert one.run("find('nothing of the kind')").text == "not in this document"
     assert one.run('search("qwxz")').text == "no results"
     assert len(tool(results=5).run('search("person city")').text.splitlines()) == 5

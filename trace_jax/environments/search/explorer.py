@@ -16,7 +16,7 @@ from trace_jax.environments.search.prompt import stated
 
 _WORD = f"(?:{'|'.join(sorted(WORDS, key=len, reverse=True))})"
 _NAME = re.compile(rf"\b{_WORD}(?: {_WORD})?\b")
-_LISTED = re.compile(r"^\[?(\d+)\]? ", re.MULTILINE)
+_LISTED = re.compile(r"^\[?(\d+)\]?:? ?(?=[A-Z])", re.MULTILINE)
 # Weights of the explorer's calls, where there is something to open or to look in.
 _SEARCH, _OPEN, _FIND = 0.4, 0.5, 0.1
 MEAN_CALLS = 4  # of the explorer, which stops after a geometric number of calls
@@ -71,7 +71,7 @@ def solve(episode: Episode, task: Task, style: str) -> Transcript:
     for relation in task.labels["chain"]:
         for number in _LISTED.findall(call(f'search("{name}")')):
             text = call(f"open({number})")
-            if text.startswith((f"{name},", f"{name} is a ")):
+            if text.startswith((f"{name}:", f"{name} is a ")):
                 break
         name = stated(text, name, relation, style) or name
     return Transcript(steps, name)

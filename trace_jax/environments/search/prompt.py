@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from trace_jax.config import ConfigError
 from trace_jax.environments.search.corpus import RELATION, Entity, World
@@ -40,7 +41,7 @@ def system_prompt(style: str) -> str:
 def user_prompt(world: World, style: str) -> str:
     """The question of a world. ConfigError on an unknown style."""
     if check_style(style) == "compact":
-        return f"{' of '.join([*reversed(world.chain), world.start])}?"
+        return f"{':'.join([world.start, *world.chain])}?"
     named = world.start
     for relation in world.chain:
         named = RELATION[relation].phrase.format(named)
@@ -48,25 +49,30 @@ def user_prompt(world: World, style: str) -> str:
 
 
 def sentences(entity: Entity, style: str) -> tuple[str, ...]:
-    """The sentences of an entity's document; the first one says what it is."""
+    """The sentences of an entity's document, lines in the compact wording; the first one says what it is."""
     if style == "compact":
-        return (f"{entity.name}, {entity.type}.", *(f"{relation} {value}." for relation, value in entity.facts))
+        return (f"{entity.name}:{entity.type}", *(f"{relation}:{value}" for relation, value in entity.facts))
     facts = (RELATION[relation].sentence.format(entity.name, value) for relation, value in entity.facts)
     return (f"{entity.name} is a {entity.type}.", *facts)
+
+
+def joined(said: Iterable[str], style: str) -> str:
+    """Sentences as one text."""
+    return ("\n" if style == "compact" else " ").join(said)
 
 
 def result_line(entity: Entity, style: str) -> str:
     """How a search lists a document: its number, title and beginning."""
     said = sentences(entity, style)
     if style == "compact":
-        return f"{entity.id} {said[0].removesuffix('.')}"
-    text = " ".join(said)
+        return f"{entity.id}:{said[0]}"
+    text = joined(said, style)
     return f"[{entity.id}] {entity.name}: {text if len(text) <= SNIPPET else text[:SNIPPET] + '...'}"
 
 
 def stated(text: str, name: str, relation: str, style: str) -> str | None:
     """The value that the document of `name` states for a relation, None if it states none."""
-    sentence = f"{relation} \0." if style == "compact" else RELATION[relation].sentence.format(name, "\0")
-    left, right = sentence.split("\0")
-    found = re.search(rf"(?:^|\. ){re.escape(left)}([A-Z][a-z]+(?: [A-Z][a-z]+)?){re.escape(right)}", text)
+    sentence = f"{relation}:\0" if style == "compact" else RELATION[relation].sentence.format(name, "\0")
+    left, right = map(re.escape, sentence.split("\0"))
+    found = re.search(rf"(?:^|\. ){left}([A-Z][a-z]+(?: [A-Z][a-z]+)?){right}(?= |$)", text, re.MULTILINE)
     return found[1] if found else None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from trace_jax.config import SearchConfig
 from trace_jax.environments.base import Observation
 from trace_jax.environments.search.corpus import World, make_world
-from trace_jax.environments.search.prompt import result_line, sentences
+from trace_jax.environments.search.prompt import joined, result_line, sentences
 
 MAX_ACTION = 2000  # characters of a call; nothing sensible is longer, and parsing takes memory
 TITLE_WEIGHT = 3  # a word of the title counts as so many of the text
@@ -33,7 +33,7 @@ class Library:
     """The documents of a world in one wording, and their index. Never changes; shared by threads."""
 
     def __init__(self, world: World, style: str):
-        self.world = world
+        self.world, self.style = world, style
         self.sentences = {e.id: sentences(e, style) for e in world.entities}
         self.lines = {e.id: result_line(e, style) for e in world.entities}
         self._counts = {
@@ -144,7 +144,7 @@ class SearchTool:
         if wanted not in self._library.sentences:
             raise _Refused(f"no document {_shown(number)}: open takes a number that search listed")
         self._opened = self._library.sentences[wanted]
-        return " ".join(self._opened)
+        return joined(self._opened, self._library.style)
 
     def _find(self, text: str | int) -> str:
         if self._opened is None:
@@ -152,7 +152,8 @@ class SearchTool:
         wanted = str(text).casefold().strip()
         if not wanted:
             raise _Refused('find takes a text: find("text")')
-        return " ".join(s for s in self._opened if wanted in s.casefold()) or "not in this document"
+        found = [s for s in self._opened if wanted in s.casefold()]
+        return joined(found, self._library.style) or "not in this document"
 
     def _cut(self, text: str) -> str:
         return text if len(text) <= self._characters else f"{text[: self._characters - 4]} ..."
