@@ -65,7 +65,7 @@ class SearchConfig:
 
     documents: int = 32  # of each corpus
     min_hops: int = 2  # facts that lead from the question to its answer, drawn between these bounds
-    max_hops: int = 4
+    max_hops: int = 5
     results: int = 3  # documents that a search lists
 
 

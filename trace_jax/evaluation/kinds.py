@@ -22,6 +22,7 @@ class Kind:
         summarise, difference: result of one agent; second minus first agent on the same episodes.
         intervals: (name, interval) of everything in a result.
         rows: of a table of agents.
+        agents: names of its agents without a policy.
         headline: name of the main metric.
         figures: (label, path into a result) of the page's large numbers.
         breakdown: title, and entry of a result with the main metric by category; None: none beyond the table.
@@ -38,6 +39,7 @@ class Kind:
     difference: Callable[..., dict[str, float | None]]
     intervals: Callable[[Mapping[str, Any]], Iterator[tuple[str, Any]]]
     rows: Callable[[Mapping[str, Mapping[str, Any]]], tuple[Row, ...]]
+    agents: tuple[str, ...]
     headline: str
     figures: tuple[tuple[str, tuple[str, ...]], ...]
     breakdown: tuple[str, str] | None
@@ -62,6 +64,7 @@ KINDS: dict[str, Kind] = {
         difference=metrics.paired_difference,
         intervals=metrics.intervals,
         rows=lambda agents: metrics.ROWS,
+        agents=("analyst",),
         headline="FullAttr@1",
         figures=(
             ("FullAttr@1", ("full_attr_at_1",)),
@@ -84,6 +87,7 @@ KINDS: dict[str, Kind] = {
         difference=search_metrics.paired_difference,
         intervals=search_metrics.intervals,
         rows=search_metrics.rows,
+        agents=("explorer", "solver"),
         headline="Right@1",
         figures=(
             ("Right@1", ("right_at_1",)),

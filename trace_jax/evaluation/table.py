@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from trace_jax.evaluation.kinds import kind_of
+from trace_jax.evaluation.kinds import KINDS, kind_of
 from trace_jax.evaluation.metrics import ROWS
 
 
@@ -28,9 +28,9 @@ PAPER: dict[str, dict] = {
 }
 PAPER_LABELS = {"untrained": "paper base", "sft": "paper SFT", "grpo": "paper SFT->RL"}
 PAPER_NOTE = "paper: reported in arXiv 2609.10315 for a 35B model in that paper's own environment; for reference only"
-SCRIPTED = ("analyst", "explorer", "solver")  # agents without a policy
 LABELS = {
-    **{name: name for name in ("untrained", *SCRIPTED)},
+    "untrained": "untrained",
+    **{name: name for kind in KINDS.values() for name in kind.agents},
     "sft": "SFT",
     "grpo": "SFT->GRPO",
 }

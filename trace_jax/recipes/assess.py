@@ -124,8 +124,8 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
 
         work.interrupt.check()
         if agent in domain.agents:
-            scripted, make = partial(domain.agents[agent], config=config), domain.kind.record_of
-            records = evaluate_agent(environment, indices, scripted, make, seed=config.seed, on_progress=report)
+            scripted, record_of = partial(domain.agents[agent], config=config), domain.kind.record_of
+            records = evaluate_agent(environment, indices, scripted, record_of, seed=config.seed, on_progress=report)
         else:
             params = work.initial_params if agent == "untrained" else work.trained_params(agent)
             work.engine.set_params(params, 0)
@@ -146,9 +146,8 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
             with writing(path):
                 path.parent.mkdir(exist_ok=True)
                 write_parquet(path, trajectories)
-        result = domain.kind.summarise(records, config.evaluation, seed=config.seed) | {
-            "settings": _settings(config, split)
-        }
+        result = domain.kind.summarise(records, config.evaluation, seed=config.seed)
+        result["settings"] = _settings(config, split)
     store.save(work.run.path, name, result, records)
     return result
 

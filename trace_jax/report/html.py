@@ -103,8 +103,7 @@ def _figures(summary: dict, kind: Kind) -> list[dict[str, str]]:
 def _differences(run_dir: Path, agents: dict[str, dict], kind: Kind) -> list[str]:
     """One sentence for each pair of successive stages: what the headline metric gained on the same episodes."""
     notes = []
-    baselines = [name for name in agents if name in table.SCRIPTED]
-    for first, second in (("untrained", "sft"), ("sft", "grpo"), *((name, "grpo") for name in baselines)):
+    for first, second in (("untrained", "sft"), ("sft", "grpo"), *((name, "grpo") for name in kind.agents)):
         if first not in agents or second not in agents:
             continue
         pair = [store.load_records(run_dir, name, kind) for name in (first, second)]
