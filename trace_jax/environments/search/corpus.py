@@ -61,7 +61,7 @@ class Relation:
 RELATIONS: tuple[Relation, ...] = (
     Relation("birthplace", "person", "city", "the city where {} was born", "{} was born in {}."),
     Relation("home", "person", "city", "the city where {} lives", "{} lives in {}."),
-    Relation("spouse", "person", "person", "the spouse of {}", "The spouse of {} is {}."),
+    Relation("teacher", "person", "person", "the teacher of {}", "The teacher of {} is {}."),
     Relation("employer", "person", "company", "the company that employs {}", "{} works for {}."),
     Relation("mayor", "city", "person", "the mayor of {}", "The mayor of {} is {}."),
     Relation("architect", "city", "person", "the architect of {}", "The architect of {} is {}."),
@@ -131,7 +131,7 @@ def _entities(documents: int, rng: np.random.Generator) -> tuple[Entity, ...]:
     for kind, own in names.items():
         relations = [r for r in RELATIONS if r.source == kind]
         for name in own:
-            # Without replacement: facts that nearly match have different values, and nobody is their own spouse.
+            # Without replacement: facts that nearly match have different values, and nobody is their own teacher.
             values = {t: iter(rng.permutation([n for n in names[t] if n != name])) for t in TYPES}
             facts = [(r.name, str(next(values[r.target]))) for r in relations]
             told = tuple(facts[i] for i in rng.permutation(len(facts)))
