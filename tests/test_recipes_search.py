@@ -19,10 +19,6 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 CONFIG = CONFIGS / "search_smoke.yaml"
 SHRUNK = {
     "policy.layers": 1,
-    "policy.width": 32,
-    "policy.heads": 2,
-    "sft.trajectories": 48,
-    "sft.epochs": 2,
     "grpo.steps": 1,
     "grpo.iterations": 1,
     "grpo.validate_every": 1,

@@ -62,7 +62,9 @@ class Domain:
         """Name of the agent whose transcripts SFT learns from."""
         return next(iter(self.agents))
 
-    def transcribe(self, environment: Environment, index: int, rng: np.random.Generator, config: RunConfig):
+    def transcribe(
+        self, environment: Environment, index: int, rng: np.random.Generator, config: RunConfig
+    ) -> tuple[Task, Transcript, bool]:
         """One attempt of the teacher. Returns the task, the transcript and whether its answer is right."""
         task = environment.task(index)
         episode = environment.open(task)
@@ -97,7 +99,9 @@ def _search_environment(worlds: WorldRange, config: RunConfig) -> SearchEnvironm
     return SearchEnvironment(worlds, config.search, config.environment)
 
 
-def _search_split(config: RunConfig, split: str, folder: Path, on_progress: Callable[..., Any] | None):
+def _search_split(
+    config: RunConfig, split: str, folder: Path, on_progress: Callable[..., Any] | None
+) -> SearchEnvironment:
     del folder  # nothing has to be kept
     return _search_environment(_search_draw(config, split, getattr(config.data, split), on_progress), config)
 
