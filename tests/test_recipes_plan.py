@@ -19,7 +19,7 @@ from trace_jax.learner import objectives, packing, sharding
 from trace_jax.learner.step import Learner, transformer_logprobs
 from trace_jax.policy import cache
 from trace_jax.policy.transformer import Transformer, logical_axes
-from trace_jax.recipes import plan, plan_probe
+from trace_jax.recipes import domain, plan, plan_probe
 from trace_jax.recipes.plan_memory import Sizes, estimate
 from trace_jax.rollout.trajectory import Trajectory
 
@@ -150,7 +150,7 @@ def config_of(tmp_path, **changes):
 
 def test_limits_that_the_analyst_exceeds_are_refused_with_ones_that_do(tmp_path, monkeypatch, capsys):
     # hand-made episodes: the simulator takes long to compile, and their tables are as good to write transcripts about
-    monkeypatch.setattr(plan_probe, "accepted_episodes", lambda *_, **__: fake_batch(10, days=28, segments=12))
+    monkeypatch.setattr(domain, "accepted_episodes", lambda *_, **__: fake_batch(10, days=28, segments=12))
     monkeypatch.chdir(tmp_path)
     argv = ["grpo", "--dry-run", "--json", "--config", config_of(tmp_path)]
     assert cli.main(argv) == 0

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax import cli_parser, config_io
-from trace_jax.cli_parser import FIXED, TRAINING, command_of
+from trace_jax.cli_parser import ADS_ONLY, FIXED, SCRIPTED, TRAINING, command_of
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.config_rules import require_environment
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.rundir import stored_config
 
@@ -178,6 +179,8 @@ def _run(argv: Sequence[str]) -> int:
         return 2
     overrides += _short(args, overrides)
     config = _config(args, overrides)
+    if args.command in ADS_ONLY:
+        require_environment(config, "ads", args.command)
     result = _dry_run(args, config) if getattr(args, "dry_run", False) else COMMANDS[args.command](args, config)
     if args.json:
         print(json.dumps(result), flush=True)
@@ -240,7 +243,7 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     init = getattr(args, "init", None)
     continues = args.command in ("grpo", "eval", "export", "report") or args.resume
     run = init or (args.run_dir if continues else None)
-    needs_one = getattr(args, "agent", None) != "analyst" and not getattr(args, "dry_run", False)
+    needs_one = getattr(args, "agent", None) not in SCRIPTED and not getattr(args, "dry_run", False)
     if run is None and continues and needs_one:
         raise ConfigError("which run? give its directory with --run-dir")
     return run

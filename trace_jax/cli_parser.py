@@ -14,6 +14,8 @@ from trace_jax.recipes.tracking import SERVICES
 
 TRAINING = ("train", "sft", "grpo")
 FIXED = ("export", "report")  # show a run as it was: no configuration of their own
+ADS_ONLY = ("simulate", "inspect", "play", "certify")  # look at the advertising world itself
+SCRIPTED = ("analyst", "explorer", "solver")  # agents without a policy, see `recipes.domain`
 _BENCHES = {
     "sim": "episodes a second of the simulator and of its oracle",
     "tools": "loading of episodes and calls of the agent's tool, against bare DuckDB",
@@ -137,8 +139,11 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--run-dir", type=Path, metavar="DIR", help="a run whose policy's answers are shown, too")
         if name == "eval":
             p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
-            agents = ("latest", "best", "grpo", "sft", "untrained", "analyst")
-            whose = f"whom to score: a stage of the run, the untrained policy or the scripted analyst; {_LATEST}"
+            agents = ("latest", "best", "grpo", "sft", "untrained", *SCRIPTED)
+            whose = (
+                "whom to score: a stage of the run, the untrained policy, or an agent without one (the analyst of ads, "
+                f"the explorer or the solver of search); {_LATEST}"
+            )
             p.add_argument("--agent", default="latest", choices=agents, help=whose)
         if name == "bench":
             p.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -47,15 +47,26 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """The agent's task and tool (arXiv 2609.10315, task and answer)."""
+    """The agent's task and tools."""
 
+    name: str = "ads"  # "ads": why a metric moved (arXiv 2609.10315) | "search": multi-hop questions over documents
     prompt: str = "compact"  # "compact" | "full": wording of system and user prompt
     tool_seconds: float = 60.0  # wall-clock limit of one tool call
     tool_characters: int = 8000  # tool output is cut here
     memory_limit_mb: int = 256  # of one episode database
     reward_attr: float = 0.65
     reward_full: float = 0.30
-    reward_format: float = 0.05
+    reward_format: float = 0.05  # for an answer that can be read; of "search", a right name earns the rest of 1
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """Shapes of the worlds of the "search" environment, each a corpus and a question."""
+
+    documents: int = 32  # of each corpus
+    min_hops: int = 2  # facts that lead from the question to its answer, drawn between these bounds
+    max_hops: int = 5
+    results: int = 3  # documents that a search lists
 
 
 @dataclass(frozen=True)
@@ -265,6 +276,7 @@ class RunConfig:
     simulator: SimulatorConfig = field(default_factory=SimulatorConfig)
     data: DataConfig = field(default_factory=DataConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

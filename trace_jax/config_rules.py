@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import reprlib
@@ -13,6 +14,7 @@ from trace_jax.config import ConfigError, PolicyConfig, RunConfig
 CHOICES: dict[str, tuple[str, ...]] = {
     "simulator.rng": ("threefry2x32", "threefry2x32_13"),
     "simulator.difficulty": ("easy", "paper", "hard"),
+    "environment.name": ("ads", "search"),
     "environment.prompt": ("compact", "full"),
     "policy.dtype": ("float32", "bfloat16"),
     "policy.remat": ("none", "dots", "full"),
@@ -30,6 +32,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grpo.weight_sync": ("between", "in_flight"),
     "grpo.turn_credit.form": ("log_ratio", "raw_delta", "remaining_gap", "remaining_gap_initial"),
     "grpo.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"),
+}
+
+# Fields that only one environment reads; elsewhere they are refused.
+ONLY_OF: dict[str, tuple[str, ...]] = {
+    "ads": (
+        "simulator",
+        "data.curriculum",
+        *(f"environment.{name}" for name in ("tool_seconds", "memory_limit_mb", "reward_attr", "reward_full")),
+        "grpo.no_signal_share",
+    ),
+    "search": ("search",),
 }
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # becomes part of paths
@@ -71,6 +84,10 @@ RANGES: dict[str, tuple[Any, float]] = {
     "environment.reward_attr": (0, 1),
     "environment.reward_full": (0, 1),
     "environment.reward_format": (0, 1),
+    "search.documents": (16, 128),
+    "search.min_hops": (1, 5),
+    "search.max_hops": (1, 5),
+    "search.results": (1, 10),
     "tokenizer.vocab_size": (300, 32000),
     "tokenizer.transcripts": (1, _COUNT),
     "tokenizer.fragments": (0, 32000),
@@ -175,6 +192,7 @@ def validate(config: RunConfig) -> None:
         if (value <= 0 if low == ">0" else value < low) or value > high:
             bounds = f"above 0 and at most {high}" if low == ">0" else f"between {low} and {high}"
             raise ConfigError(f"`{name}` is {shown(value)}: it must be {bounds}")
+    _environment(config)
     _combinations(config)
     _memory(config)
 
@@ -217,6 +235,39 @@ def _memory(c: RunConfig) -> None:
 def _refuse(condition: bool, message: str) -> None:
     if condition:
         raise ConfigError(message)
+
+
+def _environment(c: RunConfig) -> None:
+    """Refuses fields of another environment than the run's, which would be ignored."""
+    for name, sections in ONLY_OF.items():
+        for section in sections if name != c.environment.name else ():
+            value, default = get(c, section), get(RunConfig(), section)
+            if value == default:
+                continue
+            inner = vars(default) if dataclasses.is_dataclass(default) else {}
+            field = next((f"{section}.{k}" for k, v in inner.items() if getattr(value, k) != v), section)
+            raise ConfigError(
+                f"`{field}` belongs to `environment.name` {name} and would be ignored in {c.environment.name}: "
+                "leave it out"
+            )
+    _refuse(
+        c.search.min_hops > c.search.max_hops,
+        f"`search.min_hops` ({c.search.min_hops}) exceeds `search.max_hops` ({c.search.max_hops}): lower it",
+    )
+
+
+def require_environment(config: RunConfig, name: str, what: str) -> None:
+    """Refuses a run of another environment.
+
+    Args:
+        what: needs the environment `name`, for the message.
+
+    Raises:
+        ConfigError: one line.
+    """
+    found = config.environment.name
+    if found != name:
+        raise ConfigError(f"`{what}` works on `environment.name` {name} only, and this configuration has {found}")
 
 
 def _combinations(c: RunConfig) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.config_rules import shown
+from trace_jax.config_rules import require_environment, shown
 
 MOST_REPEATS = 1000
 KINDS = ("sim", "tools", "rollout", "learner", "probe")
+ADS = ("sim", "tools")  # of the advertising world
 COMPARED = ("rollout", "learner")  # to other programs
 
 
@@ -36,6 +37,8 @@ def run(kind: str, config: RunConfig, *, repeats: int = 5, peers: str | Path | N
         raise ConfigError(f"--repeats {shown(repeats)}: use between 1 and {MOST_REPEATS}")
     if peers is not None and kind not in COMPARED:
         raise ConfigError(f"bench {kind} is compared to no other program: leave --peers out")
+    if kind in ADS:
+        require_environment(config, "ads", f"bench {kind}")
     from trace_jax.bench import measure
 
     # Each benchmark imports its own layer only when it is asked for.

@@ -50,6 +50,14 @@ class Task:
     labels: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Transcript:
+    """An investigation: (code, observation text) of each tool call, and the final answer's text."""
+
+    steps: list[tuple[str, str]]
+    answer: str
+
+
 class Episode(Protocol):
     """One attempt at a task, with its own tool state. Used by one thread at a time."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trace_jax.config import ConfigError, EvaluationConfig, RolloutConfig
 from trace_jax.environments.base import Environment
-from trace_jax.evaluation.metrics import EvalRecord
+from trace_jax.evaluation import metrics
 from trace_jax.rollout.collect import Chat, collect
 from trace_jax.rollout.generator import Generator
 from trace_jax.rollout.sampling import Sampling
@@ -63,26 +63,6 @@ def evaluate_policy(
     )
 
 
-def record_of(
-    index: int, sample: int, labels: Mapping[str, Any], info: Mapping[str, Any], tool_calls: int, status: str
-) -> EvalRecord:
-    """One graded answer. An investigation without an answer has an empty `info`: not parsed, nothing right."""
-    return EvalRecord(
-        index=index,
-        type=labels["type"],
-        cause=labels["cause"],
-        sample=sample,
-        parsed=bool(info.get("parsed", False)),
-        cause_right=bool(info.get("cause_right", False)),
-        full_right=bool(info.get("full_right", False)),
-        jaccard=info.get("slice_jaccard"),
-        tool_calls=tool_calls,
-        status=status,
-        predicted=info.get("cause"),
-        exact_parsed=bool(info.get("exact_parsed", False)),
-    )
-
-
-def records_of(trajectories: Sequence[Trajectory]) -> list[EvalRecord]:
-    """Records of collected trajectories."""
+def records_of(trajectories: Sequence[Trajectory], record_of: Callable[..., Any] = metrics.record_of) -> list[Any]:
+    """Records of collected trajectories, made by `record_of` of their kind."""
     return [record_of(t.task_index, t.sample, t.labels, t.info, t.tool_calls, t.status) for t in trajectories]

@@ -1,21 +1,36 @@
 """Held-out metrics of a diagnosing agent, each with a bootstrap interval (metrics of arXiv 2609.10315).
 
-Axis letters: E episodes, B bootstrap resamples. Every metric here is a ratio `sum_E numerator / sum_E denominator`, so
-one matrix of resampling counts `[B, E]` gives the intervals of all of them.
+Axis letter: E episodes.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from trace_jax.config import ConfigError, EvaluationConfig
+from trace_jax.evaluation.bootstrap import at_k, interval, paired, resample_counts
 from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES, NO_SIGNAL, SEGMENT_CAUSES
 
+# (label, path into the result of `summarise`, decimals)
+ROWS: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("Cause@1", ("cause_at_1",), 3),
+    ("FullAttr@1", ("full_attr_at_1",), 3),
+    ("FullAttr@5", ("full_attr_at_5",), 3),
+    ("Jaccard (cause right)", ("jaccard",), 3),
+    ("campaign", ("by_type", "campaign"), 3),
+    ("mix", ("by_type", "mix"), 3),
+    ("segment 1-D", ("by_type", "segment_1d"), 3),
+    ("segment 2-D", ("by_type", "segment_2d"), 3),
+    ("no-signal", ("no_signal",), 3),
+    ("parsed", ("parsed",), 3),
+    ("tool calls", ("tool_calls",), 1),
+)
 UNPARSED = "UNPARSED"  # last column of the confusion matrix: no readable answer
 
 
@@ -37,50 +52,24 @@ class EvalRecord:
     exact_parsed: bool = False  # the exact-schema parser read it too (sensitivity analysis)
 
 
-def at_k(n: Int[np.ndarray, " E"], c: Int[np.ndarray, " E"], k: int) -> Float[np.ndarray, " E"]:
-    """Chance that at least one of k answers drawn without replacement from n, of which c are right, is right.
-
-    `1 - C(n-c, k) / C(n, k)`, written as a product so that no binomial coefficient overflows.
-
-    Args:
-        n: answers per episode, each >= k.
-        c: right answers per episode, 0 <= c <= n.
-        k: answers drawn, >= 1.
-
-    Raises:
-        ValueError: an episode has fewer than k answers, or c is outside [0, n].
-    """
-    n, c = np.asarray(n, dtype=np.int64), np.asarray(c, dtype=np.int64)
-    if k < 1 or np.any(n < k):
-        raise ValueError(f"at_k needs 1 <= k <= n, got k={k}, smallest n={n.min() if n.size else 0}")
-    if np.any(c < 0) or np.any(c > n):
-        raise ValueError("at_k needs 0 <= c <= n")
-    drawn = np.arange(k)
-    # A factor reaches 0 exactly when fewer than k wrong answers exist; later negative factors are cut off there.
-    wrong = np.maximum(n[..., None] - c[..., None] - drawn, 0)
-    return 1.0 - np.prod(wrong / (n[..., None] - drawn), axis=-1)
-
-
-def resample_counts(episodes: int, resamples: int, seed: int) -> Int[np.ndarray, "B E"]:
-    """How often each episode is drawn in each bootstrap resample of `episodes` draws with replacement."""
-    rng = np.random.default_rng([seed, episodes])
-    return rng.multinomial(episodes, np.full(episodes, 1.0 / episodes), size=resamples)
-
-
-def _interval(numerator, denominator, counts, confidence: float) -> dict[str, float | None]:
-    """`{"value", "low", "high"}` of a ratio of sums over episodes, percentile bootstrap; nulls when empty."""
-    total = float(np.sum(denominator))
-    if total <= 0:
-        return {"value": None, "low": None, "high": None}
-    tops, bottoms = counts @ np.asarray(numerator, np.float64), counts @ np.asarray(denominator, np.float64)
-    drawn = bottoms > 0  # a small category may be missing from a resample
-    ratios = tops[drawn] / bottoms[drawn]
-    value = float(np.sum(numerator)) / total
-    if ratios.size == 0:
-        return {"value": value, "low": None, "high": None}
-    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
-    # Outcomes are often all equal in a small category: the bounds then differ from the value by rounding alone.
-    return {"value": value, "low": min(float(low), value), "high": max(float(high), value)}
+def record_of(
+    index: int, sample: int, labels: Mapping[str, Any], info: Mapping[str, Any], tool_calls: int, status: str
+) -> EvalRecord:
+    """One graded answer. An investigation without an answer has an empty `info`: not parsed, nothing right."""
+    return EvalRecord(
+        index=index,
+        type=labels["type"],
+        cause=labels["cause"],
+        sample=sample,
+        parsed=bool(info.get("parsed", False)),
+        cause_right=bool(info.get("cause_right", False)),
+        full_right=bool(info.get("full_right", False)),
+        jaccard=info.get("slice_jaccard"),
+        tool_calls=tool_calls,
+        status=status,
+        predicted=info.get("cause"),
+        exact_parsed=bool(info.get("exact_parsed", False)),
+    )
 
 
 @dataclass(frozen=True)
@@ -155,7 +144,7 @@ def summarise(records: Sequence[EvalRecord], config: EvaluationConfig, *, seed: 
 
     def ratio(numerator, denominator, where=None) -> dict[str, float | None]:
         where = np.ones(episodes, bool) if where is None else where
-        return _interval(np.where(where, numerator, 0.0), np.where(where, denominator, 0.0), counts, config.confidence)
+        return interval(np.where(where, numerator, 0.0), np.where(where, denominator, 0.0), counts, config.confidence)
 
     one = np.ones(episodes)
 
@@ -201,18 +190,26 @@ def confusion(records: Sequence[EvalRecord]) -> dict:
 def paired_difference(
     first: Sequence[EvalRecord], second: Sequence[EvalRecord], config: EvaluationConfig, *, seed: int = 0
 ) -> dict[str, float | None]:
-    """FullAttr@1 of `second` minus `first` on the episodes both answered, resampled in pairs.
-
-    Two agents are judged on the same episodes, whose difficulty they share; the interval of the difference is much
-    narrower than the two intervals side by side suggest.
-    """
+    """FullAttr@1 of `second` minus `first` on the episodes both answered, see `bootstrap.paired`."""
     rates = []
     for records in (first, second):
         t, indices = _fold(records), sorted({r.index for r in records})
         rates.append(dict(zip(indices, t.full_right / t.n, strict=True)))
-    shared = sorted(rates[0].keys() & rates[1].keys())
-    if not shared:
-        return {"value": None, "low": None, "high": None}
-    change = np.array([rates[1][i] - rates[0][i] for i in shared])
-    counts = resample_counts(len(shared), config.bootstrap, seed)
-    return _interval(change, np.ones(len(shared)), counts, config.confidence)
+    return paired(*rates, config, seed)
+
+
+_INTERVALS = ("cause_at_1", "full_attr_at_1", "full_attr_at_5", "jaccard", "no_signal", "parsed", "tool_calls")
+
+
+def intervals(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(name, interval) of everything in a result that tables and reports show. KeyError if one is missing."""
+    for name in _INTERVALS:
+        yield name, summary[name]
+    for group, names in (("by_type", EPISODE_TYPES), ("by_cause", CAUSE_NAMES)):
+        yield from ((f"{group}.{name}", summary[group][name]) for name in names)
+
+
+def check_record(record: EvalRecord) -> None:
+    """ValueError for a record that no evaluation writes, beyond the types of its fields."""
+    if record.type not in EPISODE_TYPES or record.cause not in CAUSE_NAMES:
+        raise ValueError("unknown episode type or cause")

@@ -6,17 +6,14 @@ import dataclasses
 import json
 import os
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError
-from trace_jax.evaluation.metrics import EvalRecord
-from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES
+from trace_jax.evaluation.kinds import KINDS, Kind, kind_of
 
 FOLDER = "evaluation"
-_INTERVALS = ("cause_at_1", "full_attr_at_1", "full_attr_at_5", "jaccard", "no_signal", "parsed", "tool_calls")
-_TYPES = typing.get_type_hints(EvalRecord)
 _READING = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
@@ -31,7 +28,7 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"cannot write {path}: {e.strerror or e}; free space or choose another --run-dir") from e
 
 
-def save(run_dir: str | Path, agent: str, summary: dict, records: Sequence[EvalRecord]) -> None:
+def save(run_dir: str | Path, agent: str, summary: dict, records: Sequence[Any]) -> None:
     """Write the summary (JSON) and the answers (one JSON object a line) of `agent` under `run_dir/evaluation`."""
     folder = Path(run_dir) / FOLDER
     _write(folder / f"{agent}.jsonl", "".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records))
@@ -56,13 +53,6 @@ def load_summaries(run_dir: str | Path) -> dict[str, dict]:
     return result
 
 
-def _numbers(summary: dict) -> Iterator[tuple[str, Any]]:
-    for name in _INTERVALS:
-        yield name, summary[name]
-    for group, names in (("by_type", EPISODE_TYPES), ("by_cause", CAUSE_NAMES)):
-        yield from ((f"{group}.{name}", summary[group][name]) for name in names)
-
-
 def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < 1e15
 
@@ -71,12 +61,15 @@ def _check_summary(summary: Any) -> None:
     """Raises one of `_READING` unless tables and reports can be made of it."""
     if not isinstance(summary, dict):
         raise TypeError("not a JSON object")
-    for name, node in _numbers(summary):
+    kind = kind_of({"": summary})
+    for name, node in kind.intervals(summary):
         if not all(node[k] is None or _is_number(node[k]) for k in ("value", "low", "high")):
             raise ValueError(f"{name} has an entry that is no number")
     extra = summary["extra"]
     if not all(_is_number(extra[k]) for k in ("episodes", "samples", "confidence")):
         raise ValueError("extra has an entry that is no number")
+    if not kind.confusion:
+        return
     found = extra["confusion"]
     if [len(row) for row in found["counts"]] != [len(found["predicted"])] * len(found["causes"]):
         raise ValueError("extra.confusion is no table")
@@ -94,19 +87,18 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) if known else "not of the form that `trace-jax eval` writes"
 
 
-def _record(line: str) -> EvalRecord:
-    record = EvalRecord(**json.loads(line))
-    for name, kind in _TYPES.items():
+def _record(line: str, kind: Kind) -> Any:
+    record = kind.record(**json.loads(line))
+    for name, allowed in typing.get_type_hints(kind.record).items():
         value = getattr(record, name)
-        if not isinstance(value, kind) and not (kind == float | None and isinstance(value, int)):
+        if not isinstance(value, allowed) and not (allowed == float | None and isinstance(value, int)):
             raise ValueError(f"`{name}` is a {type(value).__name__}")
-    if record.type not in EPISODE_TYPES or record.cause not in CAUSE_NAMES:
-        raise ValueError("unknown episode type or cause")
+    kind.check_record(record)
     return record
 
 
-def load_records(run_dir: str | Path, agent: str) -> list[EvalRecord]:
-    """The answers `save` wrote for `agent`.
+def load_records(run_dir: str | Path, agent: str, kind: Kind = KINDS["ads"]) -> list[Any]:
+    """The answers `save` wrote for `agent`, records of a kind.
 
     Raises:
         ConfigError: the file is missing or one of its lines is no answer.
@@ -114,7 +106,7 @@ def load_records(run_dir: str | Path, agent: str) -> list[EvalRecord]:
     path = Path(run_dir) / FOLDER / f"{agent}.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        return [_record(line) for line in lines if line]
+        return [_record(line, kind) for line in lines if line]
     except _READING as e:
         raise ConfigError(
             f"cannot read {path} ({_reason(e)}): run `trace-jax eval` for {agent} again, or delete {agent}.json"

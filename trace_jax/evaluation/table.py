@@ -7,20 +7,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-# (label, path into the result of `metrics.summarise`, decimals)
-ROWS: tuple[tuple[str, tuple[str, ...], int], ...] = (
-    ("Cause@1", ("cause_at_1",), 3),
-    ("FullAttr@1", ("full_attr_at_1",), 3),
-    ("FullAttr@5", ("full_attr_at_5",), 3),
-    ("Jaccard (cause right)", ("jaccard",), 3),
-    ("campaign", ("by_type", "campaign"), 3),
-    ("mix", ("by_type", "mix"), 3),
-    ("segment 1-D", ("by_type", "segment_1d"), 3),
-    ("segment 2-D", ("by_type", "segment_2d"), 3),
-    ("no-signal", ("no_signal",), 3),
-    ("parsed", ("parsed",), 3),
-    ("tool calls", ("tool_calls",), 1),
-)
+from trace_jax.evaluation.kinds import KINDS, kind_of
+from trace_jax.evaluation.metrics import ROWS
 
 
 def _reported(cause, full, full5, jaccard, campaign, mix, one, two, no_signal, parsed, calls) -> dict:
@@ -40,7 +28,12 @@ PAPER: dict[str, dict] = {
 }
 PAPER_LABELS = {"untrained": "paper base", "sft": "paper SFT", "grpo": "paper SFT->RL"}
 PAPER_NOTE = "paper: reported in arXiv 2609.10315 for a 35B model in that paper's own environment; for reference only"
-LABELS = {"untrained": "untrained", "analyst": "analyst", "sft": "SFT", "grpo": "SFT->GRPO"}
+LABELS = {
+    "untrained": "untrained",
+    **{name: name for kind in KINDS.values() for name in kind.agents},
+    "sft": "SFT",
+    "grpo": "SFT->GRPO",
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +43,7 @@ class ResultTable:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str, ...]], ...]
     notes: tuple[str, ...]
+    title: str = ""
 
 
 def _cell(result: Mapping, path: tuple[str, ...], decimals: int, intervals: bool) -> str:
@@ -74,8 +68,12 @@ def build(agents: Mapping[str, Mapping], *, intervals: bool = True, paper: bool 
     Args:
         agents: result of `metrics.summarise` by agent name; the names of `LABELS` come first and in that order.
         intervals: write `value [low, high]`.
-        paper: add the reported columns of arXiv 2609.10315.
+        paper: add the reported columns of arXiv 2609.10315, if its environment is theirs.
+
+    Raises:
+        ConfigError: results of several environments.
     """
+    kind = kind_of(agents)
     order = [name for name in LABELS if name in agents] + [name for name in agents if name not in LABELS]
     columns = [(LABELS.get(name, name), agents[name]) for name in order]
     notes = []
@@ -83,16 +81,18 @@ def build(agents: Mapping[str, Mapping], *, intervals: bool = True, paper: bool 
     if intervals and len(sizes) == 1:
         episodes, confidence = sizes.pop()
         notes.append(f"{episodes} held-out episodes; brackets: {confidence:.0%} bootstrap interval over episodes")
-    if paper:
+    if paper and kind.in_paper:
         columns += [(PAPER_LABELS[name], PAPER[name]) for name in PAPER]
         notes.append(PAPER_NOTE)
-    rows = tuple((label, tuple(_cell(r, path, d, intervals) for _, r in columns)) for label, path, d in ROWS)
-    return ResultTable(tuple(name for name, _ in columns), rows, tuple(notes))
+    shown = kind.rows(agents)
+    rows = tuple((label, tuple(_cell(r, path, d, intervals) for _, r in columns)) for label, path, d in shown)
+    title = f"{kind.headline} and companions, held-out episodes"
+    return ResultTable(tuple(name for name, _ in columns), rows, tuple(notes), title)
 
 
-def rich_table(table: ResultTable, *, title: str = "FullAttr@1 and companions, held-out episodes") -> Table:
+def rich_table(table: ResultTable) -> Table:
     """The table for a terminal; notes become its caption."""
-    out = Table(title=title, caption="\n".join(table.notes) or None)
+    out = Table(title=table.title, caption="\n".join(table.notes) or None)
     out.add_column("metric", no_wrap=True)
     for name in table.columns:
         out.add_column(name, justify="right")

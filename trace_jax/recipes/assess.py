@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,16 @@ from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import get
 from trace_jax.evaluation import store, table
-from trace_jax.evaluation.baselines import evaluate_analyst
+from trace_jax.evaluation.baselines import evaluate_agent
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
-from trace_jax.evaluation.metrics import summarise
+from trace_jax.recipes.domain import SCRIPTED, check_agent, domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, stored_config, writing
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.trajectory import write_parquet
 
-AGENTS = ("untrained", "analyst", "sft", "grpo")
+AGENTS = ("untrained", *SCRIPTED, "sft", "grpo")
 OTHER = "other/"  # results of other splits or settings, under evaluation/ and trajectories/
 SAMPLER = ("temperature", "top_k", "top_p", "min_p")  # `rollout` has one for training, `evaluation` its own
 LIMITS = (
@@ -38,7 +39,7 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
     """Scores an agent and prints the table of all that were scored; returns its results.
 
     Args:
-        run_dir: the run; without one only the analyst can be scored, and nothing is kept.
+        run_dir: the run; without one only agents without a policy can be scored, and nothing is kept.
         config: the run's configuration with changes to evaluation, rollout or data.
         agent: one of `AGENTS`; "best": GRPO's checkpoint with the best validation reward; "latest": the most advanced
             stage.
@@ -46,6 +47,7 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
     Raises:
         ConfigError: a change that has no meaning here or would cut the policy's investigations short.
     """
+    check_agent(config, agent)
     with tempfile.TemporaryDirectory() as scratch:
         if run_dir is None:
             run, changed = RunDirectory.create(Path(scratch) / "run", config), []
@@ -110,8 +112,8 @@ def evaluate(work: Workspace, agent: str) -> dict[str, Any]:
 
 
 def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]:
-    """Results (`evaluation.metrics.summarise` and the settings), kept in the run directory as `name`."""
-    config = work.config
+    """Results (`summarise` of its kind, and the settings), kept in the run directory as `name`."""
+    config, domain = work.config, domain_of(work.config)
     environment = work.environment(split)
     indices = range(len(environment))
     with work.progress.bar(f"evaluate {name}", len(environment)) as bar:
@@ -121,8 +123,9 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
             work.interrupt.check()
 
         work.interrupt.check()
-        if agent == "analyst":
-            records = evaluate_analyst(environment, indices, config.environment, seed=config.seed, on_progress=report)
+        if agent in domain.agents:
+            scripted, record_of = partial(domain.agents[agent], config=config), domain.kind.record_of
+            records = evaluate_agent(environment, indices, scripted, record_of, seed=config.seed, on_progress=report)
         else:
             params = work.initial_params if agent == "untrained" else work.trained_params(agent)
             work.engine.set_params(params, 0)
@@ -138,12 +141,13 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
             )
             # A terminal's Ctrl-C also reaches the tool's processes: what came back last may be spoilt.
             work.interrupt.check()
-            records = records_of(trajectories)
+            records = records_of(trajectories, domain.kind.record_of)
             path = work.run.folder("trajectories") / f"{name}.parquet"
             with writing(path):
                 path.parent.mkdir(exist_ok=True)
                 write_parquet(path, trajectories)
-        result = summarise(records, config.evaluation, seed=config.seed) | {"settings": _settings(config, split)}
+        result = domain.kind.summarise(records, config.evaluation, seed=config.seed)
+        result["settings"] = _settings(config, split)
     store.save(work.run.path, name, result, records)
     return result
 

@@ -68,7 +68,9 @@ class Generation:
         self._work, self._stage, self._config, self._probe = work, stage, work.config.grpo, probe
         environment = work.environment("train")
         self._count = len(environment)
-        self._quiet = [i for i in range(self._count) if environment.task(i).labels["type"] == "no_signal"]
+        self._quiet: list[int] = []
+        if self._config.no_signal_share:
+            self._quiet = [i for i in range(self._count) if environment.task(i).labels["type"] == "no_signal"]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="generation")
         self._closing = threading.Event()
         self._params: dict[int, Params] = {}

@@ -13,6 +13,7 @@ import numpy as np
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.learner.roles import role_meshes
 from trace_jax.recipes import plan_probe
+from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.plan_memory import Sizes, estimate
 from trace_jax.recipes.plan_probe import Investigations
@@ -23,7 +24,6 @@ from trace_jax.rollout.trajectory import Trajectory
 
 MOST_TRUNCATED = 0.5  # share of answers cut off above which a run is refused
 ENOUGH = 95  # percentile of what investigations need, which a limit should allow
-_WHOSE = {"analyst": "the scripted analyst's transcripts", "policy": "the policy's answers"}
 
 
 def dry_run(config: RunConfig, run_dir: Path | None, source: Path | None) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def dry_run(config: RunConfig, run_dir: Path | None, source: Path | None) -> dic
     Returns:
         `parameters`; `tokens_per_step` (`expected`, `most`, `sampled`: of these expected from the policy);
         `sequences_per_step`; `optimizer_steps`; `memory`, see `plan_memory.estimate`, and `limit`, what a device has
-        (None: unknown); `truncation` (`source`: "policy" or "analyst", `investigations`, `share`, `by_limit`,
+        (None: unknown); `truncation` (`source`: "policy" or the teacher's name, `investigations`, `share`, `by_limit`,
         `needs`: the percentile `ENOUGH` of what each takes of a limit, `rough`: counted by a tokenizer that has seen
         nothing else, so somewhat high).
 
@@ -101,11 +101,11 @@ def _probe(
     config: RunConfig, run_dir: Path | None, source: Path | None, interrupt: Interrupt
 ) -> tuple[Investigations, str]:
     path, stage = _policy(config, run_dir, source)
-    who = "policy" if stage else "analyst"
-    Progress().note(f"counting the tokens of {_WHOSE[who]}; about half a minute")
+    who = "policy" if stage else domain_of(config).teacher
+    Progress().note(f"counting the tokens of {_whose(who)}; about half a minute")
     if stage:
         return plan_probe.of_policy(config, path, stage, interrupt), who
-    return plan_probe.of_analyst(config, path, interrupt), who
+    return plan_probe.of_teacher(config, path, interrupt), who
 
 
 def _policy(config: RunConfig, run_dir: Path | None, source: Path | None) -> tuple[Path | None, str | None]:
@@ -122,6 +122,10 @@ def _policy(config: RunConfig, run_dir: Path | None, source: Path | None) -> tup
     return path, "sft" if source is not None else work.latest_stage()
 
 
+def _whose(who: str) -> str:
+    return "the policy's answers" if who == "policy" else f"the scripted {who}'s transcripts"
+
+
 def _enough(need: np.ndarray) -> int:
     return math.ceil(np.percentile(need, ENOUGH))
 
@@ -135,7 +139,7 @@ def _refusal(
 ) -> str:
     name = _main_limit(seen)
     said = (
-        f"`rollout.{name}` ({getattr(config.rollout, name)}) would cut off {seen.cut[name].mean():.0%} of {_WHOSE[who]}"
+        f"`rollout.{name}` ({getattr(config.rollout, name)}) would cut off {seen.cut[name].mean():.0%} of {_whose(who)}"
     )
     path = source or run_dir
     if who == "policy":  # where would they have ended?
@@ -160,7 +164,7 @@ def _raised(config: RunConfig, wanted: dict[str, int], who: str) -> dict[str, in
     values["rollout.context"] = context
     if context > config.policy.max_length:
         values["policy.max_length"] = context
-    for stage in ("sft", "grpo") if who == "analyst" else ("grpo",):
+    for stage in ("sft", "grpo") if who != "policy" else ("grpo",):
         if getattr(config, stage).microbatch.row_length < context:
             values[f"{stage}.microbatch.row_length"] = context
     return values
@@ -181,7 +185,7 @@ def _lines(config: RunConfig, plan: dict[str, Any]) -> list[str]:
         f"{tokens['expected']:,} tokens ({tokens['sampled']:,} sampled), at most {tokens['most']:,}",
         f"memory          {whole} of a device" + (" that samples or learns" if apart else ""),
         *(f"  {name.replace('_', ' '):18s}{_bytes(size):>10s}" for name, size in held.items()),
-        f"truncated       {cut['share']:.0%} of {cut['investigations']} ({_WHOSE[cut['source']]}); {ENOUGH}% take",
+        f"truncated       {cut['share']:.0%} of {cut['investigations']} ({_whose(cut['source'])}); {ENOUGH}% take",
         *(
             f"  {name:25s}{need:>6,} of {getattr(config.rollout, name.removeprefix('rollout.')):,}"
             + (f", which cuts off {cut['by_limit'][name]:.0%}" if cut["by_limit"][name] else "")

@@ -1,7 +1,7 @@
 """How many answers the limits of `rollout` would cut off, from a few dozen investigations; nothing is written.
 
-Asked is whoever is there: the policy of a run, or the scripted analyst, whose transcripts SFT teaches a policy to
-write.
+Asked is whoever is there: the policy of a run, or the teacher of its environment, whose transcripts SFT teaches a
+policy to write.
 """
 
 from __future__ import annotations
@@ -15,22 +15,19 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from trace_jax.config import RolloutConfig, RunConfig
-from trace_jax.environments.ads import analyst
-from trace_jax.environments.ads.environment import AdsEnvironment
+from trace_jax.environments.base import Environment
 from trace_jax.policy.chat import CONTROL, NanoChat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
-from trace_jax.recipes import schedule, teacher
+from trace_jax.recipes import schedule
+from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.recipes.workspace import TOKENIZER, Workspace
 from trace_jax.rollout.collect import collect
 from trace_jax.rollout.trajectory import Trajectory
-from trace_jax.simulator.accepted import accepted_episodes
-from trace_jax.simulator.stream import composition_of
-from trace_jax.warehouse.splits import EpisodeSet
 
-POLICY_COUNT, ANALYST_COUNT = 32, 64  # investigations
+POLICY_COUNT, TEACHER_COUNT = 32, 64  # investigations
 LIMITS = ("max_turns", "max_turn_tokens", "context")  # of `rollout`
 # Times the limits, but at least so much, to see where answers that were cut off would have ended.
 WIDER, WIDE_CONTEXT, WIDE_TURNS = 4, 1024, 16
@@ -92,22 +89,16 @@ def _longest_turn(turn_index, loss_mask) -> int:
     return int(np.bincount(turn_index[loss_mask]).max(initial=0))
 
 
-def _episodes(config: RunConfig, count: int, interrupt: Interrupt) -> AdsEnvironment:
-    accepted = accepted_episodes(
-        config.simulator,
-        config.data.seed,
-        "plan",
-        composition_of(count, teacher.TYPES),
-        on_progress=interrupt.check,
-    )
-    return AdsEnvironment(EpisodeSet(*accepted, split="plan"), config.environment)
+def _tasks(config: RunConfig, count: int, interrupt: Interrupt) -> Environment:
+    domain = domain_of(config)
+    return domain.environment(domain.draw(config, "plan", count, interrupt.check), config)
 
 
 def of_policy(config: RunConfig, path: Path, stage: str, interrupt: Interrupt) -> Investigations:
     """The policy of a stage of the run in `path` investigates, sampled within the limits of `config`."""
     limits = dataclasses.replace(config.rollout, slots=min(config.rollout.slots, POLICY_COUNT))
     config = config.replace(rollout=limits)
-    environment = _episodes(config, POLICY_COUNT, interrupt)
+    environment = _tasks(config, POLICY_COUNT, interrupt)
     work = Workspace(RunDirectory(path, config, lock=False), Progress(), interrupt)
     work.engine.set_params(work.trained_params(stage), 0)
     trajectories = collect(
@@ -132,26 +123,21 @@ def widened(config: RunConfig) -> RunConfig:
     return config.replace(rollout=dataclasses.replace(limits, **wide))
 
 
-def of_analyst(config: RunConfig, path: Path | None, interrupt: Interrupt) -> Investigations:
-    """The scripted analyst's transcripts in tokens: of the tokenizer of the run in `path`, or of one trained on them,
+def of_teacher(config: RunConfig, path: Path | None, interrupt: Interrupt) -> Investigations:
+    """The teacher's transcripts in tokens: of the tokenizer of the run in `path`, or of one trained on them,
     which has seen less than the run's will have, so that rare queries take more tokens."""
-    environment, transcripts = _episodes(config, ANALYST_COUNT, interrupt), []
+    domain, transcripts = domain_of(config), []
+    environment = _tasks(config, TEACHER_COUNT, interrupt)
     for index in range(len(environment)):
         interrupt.check()
-        task = environment.task(index)
-        episode = environment.open(task)
-        try:
-            rng = schedule.stream(config.data.seed, "plan", index)
-            done = analyst.investigate(episode, task, rng, config.environment.prompt)
-        finally:
-            episode.close()
+        task, done, _ = domain.transcribe(environment, index, schedule.stream(config.data.seed, "plan", index), config)
         transcripts.append((task.system, task.user, done.steps, done.answer))
     rough = path is None or not (path / TOKENIZER).exists()
     if not rough:
         tokenizer = SentencePieceTokenizer.load(path / TOKENIZER)
     else:
         texts = [text for s, u, steps, answer in transcripts for text in (s, u, *sum(map(tuple, steps), ()), answer)]
-        tokenizer = SentencePieceTokenizer.train(texts, config.tokenizer, list(CONTROL))
+        tokenizer = SentencePieceTokenizer.train(texts, config.tokenizer, list(CONTROL), domain.atoms)
     chat = NanoChat(tokenizer)
     encoded = [chat.encode_transcript(*transcript) for transcript in transcripts]
     needs = {

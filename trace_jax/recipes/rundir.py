@@ -80,7 +80,7 @@ ADDED = (
     *(f"grpo.{n}" for n in ("baseline", "lost_members", "constant_groups", "resample_limit", "dual_clip")),
     *(f"grpo.{n}" for n in ("old_policy", "correction", "overlong", "kl_estimator", "staleness", "weight_sync")),
     *("grpo.validation_samples", "grpo.keep_best", "grpo.microbatch.buckets", "sft.microbatch.buckets"),
-    *("mesh.rollout", "save_in_background", "grpo.turn_credit"),
+    *("mesh.rollout", "save_in_background", "grpo.turn_credit", "environment.name", "search"),
 )
 
 # What may still change when a run is continued: the stage that first uses a field, "" for fields that have no effect
@@ -93,6 +93,7 @@ FIRST_USED = {
     "save_in_background": "",
     "simulator": "teacher",
     "environment": "teacher",
+    "search": "teacher",
     "environment.reward_attr": "grpo",
     "environment.reward_full": "grpo",
     "environment.reward_format": "grpo",

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on the turns of the analyst's transcripts."""
+"""Supervised fine-tuning: cross-entropy on the turns of the teacher's transcripts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The SFT set: transcripts of the scripted analyst whose answer is right (rejection sampling).
+"""The SFT set: transcripts of the environment's teacher (`Domain.teacher`), as a rule those whose answer is right.
 
-Episodes come in chunks, each chunk from its own stream, disjoint from all splits. A chunk is
+Tasks come in chunks, each chunk from its own stream, disjoint from all splits. A chunk is
 a function of (configuration, chunk number); finished chunks are kept in `data/teacher/` of the run directory, so a
 resumed run goes on with the next one.
 """
@@ -21,62 +21,51 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.environments.ads import analyst
-from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.policy.chat import NanoChat
 from trace_jax.recipes import schedule
+from trace_jax.recipes.domain import TaskSet, domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.pool import ProcessPool, wait
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, writing
-from trace_jax.simulator.accepted import accepted_episodes
-from trace_jax.simulator.stream import composition_of
-from trace_jax.warehouse.splits import EpisodeSet
 
-CHUNK = 2048  # episodes of a chunk; a small one wastes most of the proposals of each stratum's batch
-# Weights of the episode types. Flatter than the splits: a cause with one lesson in a hundred is hardly learnt.
-TYPES = {"campaign": 0.2, "mix": 0.12, "segment_1d": 0.33, "segment_2d": 0.25, "no_signal": 0.1}
-TASK = 16  # episodes that a worker handles at a time
+CHUNK = 2048  # tasks of a chunk; a small one wastes most of the proposals of each stratum's batch
+TASK = 16  # tasks that a worker handles at a time
 TOO_LONG = 0.02  # share of transcripts that may exceed the rollout limits; they are left out
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One kept transcript. `steps` are (code, observation) pairs, `type` and `cause` the episode's labels."""
+    """One kept transcript. `steps` are (code, observation) pairs, `type` is the task's label."""
 
     system: str
     user: str
     steps: tuple[tuple[str, str], ...]
     answer: str
     type: str
-    cause: str
 
     def messages(self) -> list[str]:
         """All texts in order, what the tokenizer is trained on."""
         return [self.system, self.user, *itertools.chain(*self.steps), self.answer]
 
 
-def _investigate(config: RunConfig, chunk: int, start: int, episodes: EpisodeSet) -> list[Lesson | str]:
-    """The analyst on a slice of a chunk; for a wrong answer the episode's type only."""
-    environment = AdsEnvironment(episodes, config.environment)
+def _investigate(config: RunConfig, chunk: int, start: int, tasks: TaskSet) -> list[Lesson | str]:
+    """The teacher on a slice of a chunk; for a transcript that is not kept the task's type only."""
+    domain = domain_of(config)
+    environment = domain.environment(tasks, config)
     outcome: list[Lesson | str] = []
-    for i in range(len(episodes)):
-        task = environment.task(i)
-        episode = environment.open(task)
-        try:
-            rng = schedule.stream(config.data.seed, "teacher", chunk, start + i)
-            transcript = analyst.investigate(episode, task, rng, config.environment.prompt)
-            right = bool(episode.grade(transcript.answer).info["full_right"])
-        finally:
-            episode.close()
+    for i in range(len(tasks)):
+        rng = schedule.stream(config.data.seed, "teacher", chunk, start + i)
+        task, transcript, right = domain.transcribe(environment, i, rng, config)
         steps = tuple((code, observation) for code, observation in transcript.steps)
-        kind, cause = task.labels["type"], task.labels["cause"]
-        outcome.append(Lesson(task.system, task.user, steps, transcript.answer, kind, cause) if right else kind)
+        kind = task.labels["type"]
+        keep = right or domain.mend is None
+        outcome.append(Lesson(task.system, task.user, steps, transcript.answer, kind) if keep else kind)
     return outcome
 
 
 class _Chunks:
-    """Chunks of investigations; the next chunk's episodes are simulated while workers are busy with this one."""
+    """Chunks of investigations; the next chunk's tasks are drawn while workers are busy with this one."""
 
     def __init__(self, config: RunConfig, size: int, pool: ProcessPool | None, interrupt: Interrupt):
         self._config, self._size, self._pool, self._interrupt = config, size, pool, interrupt
@@ -87,7 +76,7 @@ class _Chunks:
 
         Args:
             more: the following chunk is likely to be wanted.
-            on_progress: called with the number of episodes of this chunk that were investigated so far.
+            on_progress: called with the number of tasks of this chunk that were investigated so far.
         """
         if self._pool is None:
             outcome: list[Lesson | str] = []
@@ -103,18 +92,11 @@ class _Chunks:
         parts = wait(jobs, self._interrupt.check, lambda done: on_progress(done * TASK))
         return [outcome for part in parts for outcome in part]
 
-    def _slices(self, chunk: int) -> list[tuple[int, EpisodeSet]]:
-        name = f"teacher-{chunk}"
-        accepted = accepted_episodes(
-            self._config.simulator,
-            self._config.data.seed,
-            name,
-            composition_of(self._size, TYPES),
-            on_progress=self._interrupt.check,
-        )
-        episodes = EpisodeSet(*accepted, split=name)
-        starts = range(0, len(episodes), TASK)
-        return [(start, episodes.slice(start, min(start + TASK, len(episodes)))) for start in starts]
+    def _slices(self, chunk: int) -> list[tuple[int, TaskSet]]:
+        domain = domain_of(self._config)
+        tasks = domain.draw(self._config, f"teacher-{chunk}", self._size, self._interrupt.check)
+        starts = range(0, len(tasks), TASK)
+        return [(start, tasks.slice(start, min(start + TASK, len(tasks)))) for start in starts]
 
     def _submit(self, chunk: int) -> list[Future]:
         return [
@@ -123,21 +105,23 @@ class _Chunks:
 
 
 def _workers(count: int) -> contextlib.AbstractContextManager[ProcessPool | None]:
-    """Processes, not threads: the analyst is Python code. None for one worker."""
+    """Processes, not threads: the teacher is Python code. None for one worker."""
     return contextlib.nullcontext() if count == 1 else ProcessPool(count)
 
 
 def size_of_chunks(config: RunConfig) -> int:
-    """Episodes that the analyst investigates in one chunk."""
-    return min(CHUNK, config.sft.trajectories + config.sft.trajectories // 4)
+    """Tasks that the teacher investigates in one chunk."""
+    rejected = 0 if domain_of(config).mend is None else config.sft.trajectories // 4  # a generous guess
+    return min(CHUNK, config.sft.trajectories + rejected)
 
 
 def build(run: RunDirectory, progress: Progress, interrupt: Interrupt) -> list[Lesson]:
     """The kept transcripts, `sft.trajectories` of them, in a fixed order.
 
     Raises:
-        ConfigError: the analyst is right on hardly any episode at these settings.
+        ConfigError: the teacher is right on hardly any task at these settings.
     """
+    domain = domain_of(run.config)
     config, wanted = run.config, run.config.sft.trajectories
     folder = run.folder("data/teacher")
     size = size_of_chunks(config)
@@ -166,8 +150,8 @@ def build(run: RunDirectory, progress: Progress, interrupt: Interrupt) -> list[L
                 return lessons[:wanted]
             if chunk >= 4 and len(lessons) < 0.02 * (chunk + 1) * size:
                 raise ConfigError(
-                    f"the analyst answered only {len(lessons)} of {(chunk + 1) * size} episodes rightly: "
-                    "raise simulator.days or environment.tool_characters"
+                    f"the {domain.teacher} answered only {len(lessons)} of {(chunk + 1) * size} episodes rightly: "
+                    f"{domain.mend}"
                 )
             interrupt.check()
     raise AssertionError("unreachable")
@@ -178,15 +162,18 @@ def _tried(outcome: Sequence[Lesson | str]) -> Counter:
 
 
 def _shares(outcome: Sequence[Lesson | str]) -> dict[str, float]:
-    """Share of right answers, in all and by episode type."""
+    """Share of transcripts that are kept, in all and by task type."""
     kept = Counter(o.type for o in outcome if isinstance(o, Lesson))
     shares = {f"kept_{kind}": kept[kind] / count for kind, count in sorted(_tried(outcome).items())}
     return {"kept": kept.total() / len(outcome), **shares}
 
 
+_COLUMNS = ("system", "user", "steps", "answer", "type")
+
+
 def _write(path: Path, outcome: Sequence[Lesson | str]) -> None:
     rows = [asdict(o) | {"steps": json.dumps(o.steps)} for o in outcome if isinstance(o, Lesson)]
-    schema = pa.schema([(n, pa.string()) for n in ("system", "user", "steps", "answer", "type", "cause")])
+    schema = pa.schema([(n, pa.string()) for n in _COLUMNS])
     table = pa.Table.from_pylist(rows, schema=schema.with_metadata({"tried": json.dumps(_tried(outcome))}))
     partial = path.with_suffix(".partial")
     with writing(path):
@@ -196,7 +183,7 @@ def _write(path: Path, outcome: Sequence[Lesson | str]) -> None:
 
 def _read(path: Path) -> tuple[list[Lesson], dict[str, int]]:
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path).select(_COLUMNS)  # files of earlier versions have more
         tried = json.loads(table.schema.metadata[b"tried"])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
         raise ConfigError(f"teacher file {path} is damaged: delete it and --resume") from None

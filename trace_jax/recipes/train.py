@@ -15,6 +15,7 @@ from trace_jax.config import ConfigError, RunConfig
 from trace_jax.learner import credit, objectives, packing
 from trace_jax.learner.roles import role_meshes
 from trace_jax.recipes import assess, export, grpo, sft, teacher, tracking, turn_probe
+from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, writing
@@ -99,7 +100,7 @@ def _sft(work: Workspace, profile: int = 0) -> dict[str, float]:
 
 def _train(work: Workspace, profile: int = 0) -> dict[str, Any]:
     _sft(work, profile)
-    for agent in ("untrained", "analyst", "sft"):
+    for agent in ("untrained", *domain_of(work.config).agents, "sft"):
         final = assess.evaluate(work, agent)
     if work.config.grpo.steps:
         if not work.is_finished("grpo"):

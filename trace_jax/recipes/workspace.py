@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.environments.ads.environment import AdsEnvironment
+from trace_jax.environments.base import Environment
 from trace_jax.learner import sharding
 from trace_jax.learner.checkpoint import CheckpointStore
 from trace_jax.learner.objectives import Objective
@@ -20,13 +20,13 @@ from trace_jax.policy.chat import CONTROL, NanoChat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.policy.transformer import Transformer, logical_axes
 from trace_jax.recipes import schedule
+from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, writing
 from trace_jax.recipes.teacher import Lesson
 from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.sampling import Sampling, check_training
-from trace_jax.warehouse.splits import load_split
 
 TOKENIZER = "tokenizer.model"
 
@@ -38,7 +38,7 @@ class Workspace:
     run: RunDirectory
     progress: Progress
     interrupt: Interrupt
-    _environments: dict[str, AdsEnvironment] = field(default_factory=dict)
+    _environments: dict[str, Environment] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:
@@ -53,7 +53,9 @@ class Workspace:
         if path.exists():
             return
         texts = [text for lesson in lessons[: self.config.tokenizer.transcripts] for text in lesson.messages()]
-        tokenizer = SentencePieceTokenizer.train(texts, self.config.tokenizer, list(CONTROL))
+        tokenizer = SentencePieceTokenizer.train(
+            texts, self.config.tokenizer, list(CONTROL), domain_of(self.config).atoms
+        )
         partial = path.with_suffix(".partial")
         with writing(path):
             tokenizer.save(partial)
@@ -167,11 +169,11 @@ class Workspace:
 
     # Rollout
 
-    def environment(self, split: str) -> AdsEnvironment:
-        """The tasks of a split; simulated once and kept under `data/` of the run directory."""
+    def environment(self, split: str) -> Environment:
+        """The tasks of a split; what is expensive to make is kept under `data/` of the run directory."""
         if split not in self._environments:
-            episodes = load_split(self.config, split, self.run.folder("data"), on_progress=self.interrupt.check)
-            self._environments[split] = AdsEnvironment(episodes, self.config.environment)
+            make = domain_of(self.config).split
+            self._environments[split] = make(self.config, split, self.run.folder("data"), self.interrupt.check)
         return self._environments[split]
 
     @cached_property

@@ -5,8 +5,11 @@ Every part is left out when its file is not there, so the page of an unfinished 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
+import operator
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -14,15 +17,16 @@ from pathlib import Path
 import jinja2
 import numpy as np
 
+from trace_jax import config_io
 from trace_jax.config import ConfigError, EvaluationConfig
-from trace_jax.evaluation import metrics, store, table
+from trace_jax.evaluation import store, table
+from trace_jax.evaluation.kinds import KINDS, Kind, kind_of
 from trace_jax.policy.chat import CONTROL, NanoChat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.report import svg
 from trace_jax.report.target import check_target, put
 from trace_jax.report.template import PAGE
 from trace_jax.rollout.trajectory import Trajectory, read_parquet
-from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES
 
 CASES_PER_TYPE = 1  # right and wrong investigations shown of each episode type
 _NOT_CURVES = {"stage", "step"}
@@ -47,18 +51,19 @@ def build(run_dir: str | Path) -> str:
     if not config_file.is_file():
         raise ConfigError(f"no run in {run_dir} (no config.yaml there): check --run-dir")
     agents = store.load_summaries(run_dir)
+    kind = kind_of(agents) if agents else _kind_of_run(config_file)
     last = _last_agent(agents)
-    cases, cases_from = _cases(run_dir)
+    cases, cases_from = _cases(run_dir, kind)
     stages, skipped = _stages(run_dir / "metrics.jsonl")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(PAGE).render(
         name=run_dir.resolve().name,
         subtitle=_subtitle(agents, last),
-        figures=_figures(agents[last]) if last else [],
+        figures=_figures(agents[last], kind) if last else [],
         table=table.build(agents) if agents else None,
-        differences=_differences(run_dir, agents),
-        by_cause=_by_cause(agents),
-        matrix=_matrix(last, agents[last]) if last else None,
+        differences=_differences(run_dir, agents, kind),
+        breakdown=_breakdown(agents, kind),
+        matrix=_matrix(last, agents[last]) if last and kind.confusion else None,
         stages=stages,
         skipped=skipped,
         cases=cases,
@@ -82,14 +87,8 @@ def _subtitle(agents: dict[str, dict], last: str | None) -> str:
     return f"{table.LABELS.get(last, last)} on {extra['episodes']} held-out episodes, {extra['samples']} answers each"
 
 
-def _figures(summary: dict) -> list[dict[str, str]]:
-    chosen = {
-        "FullAttr@1": summary["full_attr_at_1"],
-        "2-D slices": summary["by_type"]["segment_2d"],
-        "no-signal": summary["no_signal"],
-        "parsed": summary["parsed"],
-        "tool calls": summary["tool_calls"],
-    }
+def _figures(summary: dict, kind: Kind) -> list[dict[str, str]]:
+    chosen = {label: functools.reduce(operator.getitem, path, summary) for label, path in kind.figures}
     return [
         {
             "label": label,
@@ -101,32 +100,38 @@ def _figures(summary: dict) -> list[dict[str, str]]:
     ]
 
 
-def _differences(run_dir: Path, agents: dict[str, dict]) -> list[str]:
-    """One sentence for each pair of successive stages: FullAttr@1 gained on the same episodes."""
+def _differences(run_dir: Path, agents: dict[str, dict], kind: Kind) -> list[str]:
+    """One sentence for each pair of successive stages: what the headline metric gained on the same episodes."""
     notes = []
-    for first, second in (("untrained", "sft"), ("sft", "grpo"), ("analyst", "grpo")):
+    for first, second in (("untrained", "sft"), ("sft", "grpo"), *((name, "grpo") for name in kind.agents)):
         if first not in agents or second not in agents:
             continue
-        pair = [store.load_records(run_dir, name) for name in (first, second)]
-        change = metrics.paired_difference(*pair, EvaluationConfig())
+        pair = [store.load_records(run_dir, name, kind) for name in (first, second)]
+        change = kind.difference(*pair, EvaluationConfig())
         if change["value"] is not None:
             notes.append(
-                f"{table.LABELS[second]} minus {table.LABELS[first]}, FullAttr@1 on the same episodes: "
+                f"{table.LABELS[second]} minus {table.LABELS[first]}, {kind.headline} on the same episodes: "
                 f"{change['value']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]"
             )
     return notes
 
 
-def _by_cause(agents: dict[str, dict]) -> dict | None:
-    if not agents:
+def _breakdown(agents: dict[str, dict], kind: Kind) -> dict | None:
+    if not agents or kind.breakdown is None:
         return None
     names = [n for n in table.LABELS if n in agents] + [n for n in agents if n not in table.LABELS]
+    category, entry = kind.breakdown
 
     def cell(node: dict) -> tuple[str, float]:
         return ("-", 0.0) if node["value"] is None else (f"{node['value']:.2f}", round(node["value"] * 0.5, 3))
 
-    rows = [(c, [cell(agents[n]["by_cause"][c]) for n in names]) for c in CAUSE_NAMES]
-    return {"columns": [table.LABELS.get(n, n) for n in names], "rows": rows}
+    rows = [(c, [cell(agents[n][entry][c]) for n in names]) for c in agents[names[0]][entry]]
+    return {
+        "title": f"{kind.headline} by {category}",
+        "category": category,
+        "columns": [table.LABELS.get(n, n) for n in names],
+        "rows": rows,
+    }
 
 
 def _matrix(agent: str, summary: dict) -> dict:
@@ -215,7 +220,14 @@ def _given(ids: list[int], chat: NanoChat) -> list[tuple[str, str]]:
     return [(named.get(part[0], ""), tokenizer.decode(part)) for part in parts if part]
 
 
-def _cases(run_dir: Path) -> tuple[list[dict], str]:
+def _kind_of_run(config_file: Path) -> Kind:
+    """Of a run in which nothing was evaluated yet; a damaged file is shown as it is, as one of "ads"."""
+    with contextlib.suppress(ConfigError):
+        return KINDS[config_io.load(config_file).environment.name]
+    return KINDS["ads"]
+
+
+def _cases(run_dir: Path, kind: Kind) -> tuple[list[dict], str]:
     """A right and a wrong investigation of each episode type: of the best agent evaluated, else the newest ones."""
     files = sorted((run_dir / "trajectories").glob("*.parquet"), key=lambda p: (p.stat().st_mtime, p.name))
     evaluated = [f for stage in ("untrained", "sft", "grpo") for f in files if f.stem == stage]
@@ -233,17 +245,18 @@ def _cases(run_dir: Path) -> tuple[list[dict], str]:
         if len(group) < CASES_PER_TYPE and all(t.task_index != other.task_index for other in group):
             group.append(t)
     cases = []
-    for name in EPISODE_TYPES:
+    for name in kind.types or sorted({name for name, _ in chosen}):
         for right in (True, False):
             for t in chosen[(name, right)]:
                 outcome = "right" if right else "wrong" if t.status == "finished" else t.status
-                driver = t.labels.get("driver") or []
+                asked, truth, where = kind.truth(t.labels)
                 cases.append(
                     {
                         "index": t.task_index,
                         "type": name,
-                        "cause": t.labels.get("cause", "unknown"),
-                        "driver": driver if isinstance(driver, str) else " & ".join("=".join(pair) for pair in driver),
+                        "asked": asked,
+                        "truth": truth,
+                        "where": where,
                         "right": right,
                         "outcome": outcome,
                         "reward": f"{t.reward:.2f}",

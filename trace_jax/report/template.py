@@ -57,9 +57,9 @@ details pre { background: var(--panel); padding: 10px 14px; border-radius: 8px; 
 {% for note in differences %}<p class="note">{{ note }}</p>{% endfor %}
 {% else %}<p>Nothing was evaluated in this run directory yet.</p>{% endif %}
 
-{% if by_cause %}<h2>FullAttr@1 by cause</h2>
-<div class="scroll"><table><tr><th>cause</th>{% for c in by_cause.columns %}<th>{{ c }}</th>{% endfor %}</tr>
-{% for label, cells in by_cause.rows %}<tr><td>{{ label }}</td>{% for text, share in cells %}<td class="heat" style="--share:{{ share }}">{{ text }}</td>{% endfor %}</tr>
+{% if breakdown %}<h2>{{ breakdown.title }}</h2>
+<div class="scroll"><table><tr><th>{{ breakdown.category }}</th>{% for c in breakdown.columns %}<th>{{ c }}</th>{% endfor %}</tr>
+{% for label, cells in breakdown.rows %}<tr><td>{{ label }}</td>{% for text, share in cells %}<td class="heat" style="--share:{{ share }}">{{ text }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>{% endif %}
 
 {% if matrix %}<h2>Confusion matrix: {{ matrix.agent }}</h2>
@@ -75,7 +75,7 @@ details pre { background: var(--panel); padding: 10px 14px; border-radius: 8px; 
 
 {% if cases %}<h2>Investigations</h2>
 <p class="note">From {{ cases_from }}. Shaded: what the agent wrote; the rest is what it was shown.</p>
-{% for case in cases %}<div class="case"><header>episode {{ case.index }} · {{ case.type }} · hidden cause <b>{{ case.cause }}</b>{{ ' in ' + case.driver if case.driver }} ·
+{% for case in cases %}<div class="case"><header>episode {{ case.index }} · {{ case.type }} · {{ case.asked }} <b>{{ case.truth }}</b>{{ ' in ' + case.where if case.where }} ·
 <span class="{{ 'good' if case.right else 'bad' }}">{{ case.outcome }}</span> · reward {{ case.reward }}</header>
 {% for role, text, sampled in case.turns %}<div class="turn{{ ' sampled' if sampled }}"><div class="role">{{ role }}</div><pre>{{ text }}</pre></div>
 {% endfor %}</div>

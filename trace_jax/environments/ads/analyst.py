@@ -14,7 +14,7 @@ import numpy as np
 
 from trace_jax.environments.ads import queries
 from trace_jax.environments.ads.answer import format_answer
-from trace_jax.environments.base import Episode, Task
+from trace_jax.environments.base import Episode, Task, Transcript
 from trace_jax.simulator.causes import CAUSES
 from trace_jax.simulator.vocabulary import ATTRIBUTES, DRIVER_ATTRIBUTES
 
@@ -25,14 +25,6 @@ COMPANION = 3  # for a change that only has to agree with a strong one
 
 _ATTRIBUTE_OF = {value: a for a in DRIVER_ATTRIBUTES for value in ATTRIBUTES[a]}
 _DRIVERS = {c.name: c.drivers for c in CAUSES}
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """An investigation: (code, observation text) of each tool call, and the final answer's text."""
-
-    steps: list[tuple[str, str]]
-    answer: str
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,162 @@
+"""What the recipes know of each environment, in one table: the rest of them works on any that has a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from trace_jax.config import ConfigError, RunConfig
+from trace_jax.environments.ads import analyst
+from trace_jax.environments.ads.environment import AdsEnvironment
+from trace_jax.environments.base import Environment, Episode, Task, Transcript
+from trace_jax.environments.search import corpus, explorer
+from trace_jax.environments.search.environment import APART, SearchEnvironment, WorldRange
+from trace_jax.evaluation.kinds import KINDS, Kind
+from trace_jax.simulator.accepted import accepted_episodes
+from trace_jax.simulator.stream import composition_of
+from trace_jax.warehouse.splits import EpisodeSet, load_split
+
+# Weights of the advertising teacher's episode types. Flatter than the splits: a cause with one lesson in a hundred is
+# hardly learnt.
+TEACHER_TYPES = {"campaign": 0.2, "mix": 0.12, "segment_1d": 0.33, "segment_2d": 0.25, "no_signal": 0.1}
+
+Agent = Callable[[Episode, Task, np.random.Generator, RunConfig], Transcript]
+
+
+class TaskSet(Protocol):
+    """What tasks are made of; can be sent to another process."""
+
+    def __len__(self) -> int: ...
+
+    def slice(self, start: int, stop: int) -> TaskSet: ...
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One environment.
+
+    Attributes:
+        split: (configuration, split, folder of what is kept, on_progress) -> its tasks.
+        draw: (configuration, name of a stream, number of tasks, on_progress) -> tasks disjoint from all splits.
+        environment: (what `draw` gave or a slice of it, configuration) -> these tasks.
+        agents: agents without a policy by name, held-out baselines of every run; the first is the SFT teacher.
+        mend: what to change when the teacher is hardly ever right; None: wrong transcripts are lessons, too.
+        atoms: words that the tokenizer keeps as single pieces.
+        kind: how answers are measured and shown.
+    """
+
+    split: Callable[[RunConfig, str, Path, Callable[..., Any] | None], Environment]
+    draw: Callable[[RunConfig, str, int, Callable[..., Any] | None], Any]
+    environment: Callable[[Any, RunConfig], Environment]
+    agents: Mapping[str, Agent]
+    mend: str | None
+    atoms: tuple[str, ...]
+    kind: Kind
+
+    @property
+    def teacher(self) -> str:
+        """Name of the agent whose transcripts SFT learns from."""
+        return next(iter(self.agents))
+
+    def transcribe(
+        self, environment: Environment, index: int, rng: np.random.Generator, config: RunConfig
+    ) -> tuple[Task, Transcript, bool]:
+        """One attempt of the teacher. Returns the task, the transcript and whether its answer is right."""
+        task = environment.task(index)
+        episode = environment.open(task)
+        try:
+            transcript = self.agents[self.teacher](episode, task, rng, config)
+            return task, transcript, bool(episode.grade(transcript.answer).info["full_right"])
+        finally:
+            episode.close()
+
+
+def _ads_split(config: RunConfig, split: str, folder: Path, on_progress: Callable[..., Any] | None) -> AdsEnvironment:
+    """Simulated once and kept in `folder`."""
+    return AdsEnvironment(load_split(config, split, folder, on_progress=on_progress), config.environment)
+
+
+def _ads_draw(config: RunConfig, name: str, size: int, on_progress: Callable[..., Any] | None) -> EpisodeSet:
+    composition = composition_of(size, TEACHER_TYPES)
+    accepted = accepted_episodes(config.simulator, config.data.seed, name, composition, on_progress=on_progress)
+    return EpisodeSet(*accepted, split=name)
+
+
+_STREAMS = ("train", "validation", "test", "plan", "teacher")  # the last one and all after it are the teacher's chunks
+
+
+def _search_draw(config: RunConfig, name: str, size: int, on_progress: Callable[..., Any] | None) -> WorldRange:
+    del on_progress  # worlds are made when they are opened
+    stream, _, number = name.partition("-")
+    return WorldRange(config.data.seed, APART * (_STREAMS.index(stream) + int(number or 0)), size)
+
+
+def _search_environment(worlds: WorldRange, config: RunConfig) -> SearchEnvironment:
+    return SearchEnvironment(worlds, config.search, config.environment)
+
+
+def _search_split(
+    config: RunConfig, split: str, folder: Path, on_progress: Callable[..., Any] | None
+) -> SearchEnvironment:
+    del folder  # nothing has to be kept
+    return _search_environment(_search_draw(config, split, getattr(config.data, split), on_progress), config)
+
+
+def _analyst(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
+    return analyst.investigate(episode, task, rng, config.environment.prompt)
+
+
+def _explorer(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
+    return explorer.explore(episode, task, rng, config.rollout.max_turns - 1)
+
+
+def _solver(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
+    del rng
+    return explorer.solve(episode, task, config.environment.prompt)
+
+
+DOMAINS: dict[str, Domain] = {
+    "ads": Domain(
+        split=_ads_split,
+        draw=_ads_draw,
+        environment=lambda episodes, config: AdsEnvironment(episodes, config.environment),
+        agents={"analyst": _analyst},
+        mend="raise simulator.days or environment.tool_characters",
+        atoms=(),
+        kind=KINDS["ads"],
+    ),
+    "search": Domain(
+        split=_search_split,
+        draw=_search_draw,
+        environment=_search_environment,
+        agents={"explorer": _explorer, "solver": _solver},
+        mend=None,
+        # Names are copied, and relations are looked up, where a question, a document and a call hold the same token.
+        atoms=(*corpus.WORDS, *corpus.RELATION),
+        kind=KINDS["search"],
+    ),
+}
+SCRIPTED = tuple(name for domain in DOMAINS.values() for name in domain.agents)
+
+
+def domain_of(config: RunConfig) -> Domain:
+    """The row of a run's environment."""
+    return DOMAINS[config.environment.name]
+
+
+def check_agent(config: RunConfig, agent: str) -> None:
+    """Refuses an agent without a policy that belongs to another environment.
+
+    Raises:
+        ConfigError: names the agents of this one.
+    """
+    own = domain_of(config).agents
+    if agent in SCRIPTED and agent not in own:
+        raise ConfigError(
+            f"--agent {agent} does not know the tools of `environment.name` {config.environment.name}: "
+            f"choose {' or '.join(own)}"
+        )
