@@ -198,6 +198,8 @@ def _dry_run(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
         from trace_jax.recipes import train
 
         train.check(config)
+        if getattr(args, "init", None) is not None:
+            train.check_new(args.run_dir, config, args.init)
     print(config_io.dump(config), end="", flush=True)
     if args.command != "grpo":
         return fields
@@ -228,7 +230,7 @@ def _config(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> RunCo
     run = _run_of(args) if args.config is None else None
     if run is None:
         return config_io.load(args.config, overrides)
-    stored_config(run)  # refuses a damaged one
+    stored_config(run, "--init" if getattr(args, "init", None) else "--run-dir")  # refuses a damaged one
     return config_io.load(run / "config.yaml", overrides)
 
 

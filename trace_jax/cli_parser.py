@@ -177,7 +177,12 @@ def build() -> argparse.ArgumentParser:
         if name == "export":
             stage = f"whose policy to write; {_LATEST}"
             p.add_argument("--stage", default="latest", choices=("latest", "best", "grpo", "sft"), help=stage)
-            p.add_argument("--out", type=Path, metavar="DIR", help="default: <run directory>/export")
+            p.add_argument(
+                "--out",
+                type=Path,
+                metavar="DIR",
+                help="default: export in the run directory, export-STAGE for an older policy",
+            )
     return parser
 
 

@@ -191,6 +191,10 @@ def parse_overrides(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
         node = nested
         for section in sections:
             node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"--{section} and --{name} set the same: give the section or its fields, not both")
+        if isinstance(node.get(leaf), dict):
+            raise ConfigError(f"--{name} and its fields set the same: give the section or its fields, not both")
         node[leaf] = value
     return nested
 

@@ -48,6 +48,7 @@ from trace_jax.learner.checkpoint_files import (
     list_files,
     mend,
     one_line,
+    sealed,
 )
 from trace_jax.learner.step import Learner, TrainState
 
@@ -333,7 +334,8 @@ class CheckpointStore:
     def _commit(self, step: int, text: str, files: Mapping[str, tuple[int, int]]) -> None:
         """Writes the manifest, makes the checkpoint visible, deletes what need not be kept."""
         partial, final = self._folder.partial(step), self._folder.path(step)
-        (partial / MANIFEST).write_text(json.dumps(json.loads(text) | {"files": files}))
+        manifest = json.loads(json.dumps(json.loads(text) | {"files": files}))  # as it is read
+        (partial / MANIFEST).write_text(json.dumps(sealed(manifest)))
         self._folder.retire(final)  # same step again, after resuming from an earlier one
         partial.rename(final)
         complete = self._folder.complete()

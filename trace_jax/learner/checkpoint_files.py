@@ -199,8 +199,16 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest with the checksum of its content: what is edited by hand is no checkpoint of ours any more."""
+    return {**manifest, "seal": zlib.crc32(json.dumps(manifest, sort_keys=True).encode())}
+
+
 def _is_whole(manifest: dict[str, Any]) -> bool:
     """Whether a manifest has all that a restore reads; anything but JSON objects raises."""
+    content = {k: v for k, v in manifest.items() if k != "seal"}
+    if "seal" in manifest and manifest != sealed(content):  # earlier versions wrote none
+        return False
     described = all(_shape(d) for arrays in manifest["arrays"].values() for d in arrays.values())
     return described and "format" in manifest and isinstance(manifest["extra"], dict)
 

@@ -16,7 +16,8 @@ from trace_jax.recipes.workspace import Workspace
 
 
 def command(run_dir: Path, *, stage: str, out: Path | None) -> dict[str, Any]:
-    """Writes the policy of a stage ("latest": the most advanced) to `out`, by default `export/` of the run.
+    """Writes the policy of a stage ("latest": the most advanced) to `out`, by default `export/` of the run for the most
+    advanced one and `export-<stage>/` for any other.
 
     Raises:
         ConfigError: no run or no such policy, a damaged checkpoint, or `out` cannot be written.
@@ -27,8 +28,9 @@ def command(run_dir: Path, *, stage: str, out: Path | None) -> dict[str, Any]:
     # Only reading, a command takes no lock: the run may be going on, or be write-protected.
     with RunDirectory.open(run_dir, lock=inside) as run, Interrupt() as interrupt:
         work = Workspace(run, Progress(), interrupt)
-        stage = work.latest_stage() if stage == "latest" else stage
-        path = write(work, stage, out or run.path / "export")
+        newest = work.latest_stage() if stage in ("latest", "grpo", "sft") else None
+        stage = newest if stage == "latest" else stage
+        path = write(work, stage, out or run.path / ("export" if stage == newest else f"export-{stage}"))
     print(f"{stage} policy: {path}")
     return {"stage": stage, "path": str(path)}
 

@@ -60,6 +60,9 @@ def train(work: Workspace, profile: int = 0) -> dict[str, float | None]:
         restored = restore_state(store, learner, start_params)
         state, extra = restored or (learner.init(start_params), {})
         checkpoint, start = int(state.step), int(state.step) // config.iterations
+        if checkpoint:
+            run.refuse_edited("grpo.steps x grpo.iterations", total, extra["total_steps"])
+            run.refuse_edited("steps done by grpo.iterations", start, extra.get("grpo_step", start))
         run.truncate(STAGE, start)
         run.truncate(VALIDATION, start if "validated" in extra else start - 1)
         like = learner.state_like(state.params).params
@@ -181,7 +184,9 @@ class _Loop:
     def _save(self, step: int) -> None:
         if step == self.saved:
             return  # already on disk
-        with self.timer.phase("save"), tempfile.TemporaryDirectory() as folder:
+        # beside the checkpoints: the system's own place for such files may be small
+        place = tempfile.TemporaryDirectory(dir=self.work.run.path, prefix=".pending-")
+        with self.timer.phase("save"), place as folder:
             files, items, told = self.generation.pending(Path(folder))
             extra: dict[str, Any] = {"total_steps": self.total, "grpo_step": step, "policy_version": step}
             extra |= {"pending": told} | ({} if self.score is None else {"validated": self.score})

@@ -122,13 +122,10 @@ def _run(path: Path, config: RunConfig, source: Path) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{path} is of another study (`{changed[0]}` differs): give another --out, or the settings it began with"
         )
-    started = (path / "checkpoints" / "sft").is_dir()
-    if begun and not started:  # ended before it had its SFT policy
-        (path / "config.yaml").unlink()
-    if not started:
+    if not begun:
         _share_data(source, path)
-    if not started or not _finished(path):
-        _train("grpo", path, config, resume=started, source=None if started else source)
+    if not begun or not _finished(path):
+        _train("grpo", path, config, resume=begun, source=None if begun else source)
     lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 

@@ -25,7 +25,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,11 @@ def writing(path: Path) -> Iterator[None]:
         raise OSError(error.errno, os.strerror(error.errno or errno.EIO), str(path)) from error
 
 
-def stored_config(path: Path) -> RunConfig:
+def stored_config(path: Path, flag: str = "--run-dir") -> RunConfig:
     """The configuration that a run directory holds.
+
+    Args:
+        flag: that the directory was given with.
 
     Raises:
         ConfigError: there is no run, or its configuration is not whole: defaults in place of what is missing would
@@ -58,7 +61,7 @@ def stored_config(path: Path) -> RunConfig:
     """
     file = path / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"no run in {path} (no config.yaml there): give the directory of a run with --run-dir")
+        raise ConfigError(f"no run in {path} (no config.yaml there): give the directory of a run with {flag}")
     mend = "restore it or start a new run"
     try:
         config, data = config_io.load(file), config_io.read_yaml(file)
@@ -144,21 +147,39 @@ class RunDirectory:
             raise ConfigError(f"{self.path} is in use by another trace-jax process: wait for it or end it") from None
 
     @classmethod
-    def create(cls, path: Path | None, config: RunConfig) -> RunDirectory:
-        """A new run directory; refuses one that already holds a run."""
+    def create(
+        cls, path: Path | None, config: RunConfig, prepare: Callable[[RunDirectory], None] | None = None
+    ) -> RunDirectory:
+        """A new run directory; refuses one that already holds a run.
+
+        Args:
+            prepare: puts into it what it begins with. Only then is it a run: where this fails, the same command may be
+                given again.
+        """
         path = Path(path) if path is not None else default_path(config)
-        if (path / "config.yaml").exists():
-            raise ConfigError(f"{path} already holds a run: add --resume to continue it or choose another --run-dir")
+        cls.refuse_taken(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path, config)
-            run.write_text("config.yaml", config_io.dump(config))
+            try:
+                if prepare is not None:
+                    prepare(run)
+                run.write_text("config.yaml", config_io.dump(config))
+            except BaseException:
+                run.__exit__()
+                raise
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(f"--run-dir {path} is not a directory: choose another path") from None
         except OSError as error:
             reason = os.strerror(error.errno or errno.EIO).lower()
             raise ConfigError(f"cannot create run {path}: {reason}; mend that or choose another --run-dir") from None
         return run
+
+    @staticmethod
+    def refuse_taken(path: Path) -> None:
+        """ConfigError when there is a run in a directory that is to be a new one."""
+        if (path / "config.yaml").exists():
+            raise ConfigError(f"{path} already holds a run: add --resume to continue it or choose another --run-dir")
 
     @classmethod
     def open(cls, path: Path | None, config: RunConfig | None = None, *, lock: bool = True) -> RunDirectory:
@@ -185,6 +206,18 @@ class RunDirectory:
             run.config = config
             run.write_text("config.yaml", config_io.dump(config))
         return run
+
+    def refuse_edited(self, what: str, configured: int, recorded: int) -> None:
+        """Refuses to go on with a `config.yaml` that does not agree with a checkpoint.
+
+        Raises:
+            ConfigError: it was edited after the stage had begun.
+        """
+        if configured != recorded:
+            raise ConfigError(
+                f"{self.path / 'config.yaml'} was edited after training began: {what} is {configured} by it and "
+                f"{recorded} by the checkpoint, put it back as it was"
+            )
 
     def refuse_used(self, config: RunConfig) -> None:
         """Refuses to go on with a configuration that differs in what the run has used.
@@ -302,7 +335,7 @@ class RunDirectory:
                 text = line.decode()
                 record = json.loads(text)
                 later = float(record["step"]) > step and record["stage"] == stage
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 if line.strip() and (number < len(lines) or line.endswith(b"\n")):
                     warnings.warn(f"{path} line {number} is damaged and left out", stacklevel=2)
                 continue

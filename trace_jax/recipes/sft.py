@@ -41,6 +41,8 @@ def _steps(
     config = work.config.sft
     restored = restore_state(store, learner, work.initial_params)
     state = restored[0] if restored else learner.init(work.initial_params)
+    if restored and int(state.step):
+        work.run.refuse_edited("the number of SFT steps", steps, restored[1]["total_steps"])
     start, metrics = int(state.step), {}
     work.run.truncate(STAGE, start)
     work.interrupt.check()

@@ -7,19 +7,19 @@ again.
 from __future__ import annotations
 
 import shlex
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.learner import credit, objectives, packing
 from trace_jax.learner.roles import role_meshes
-from trace_jax.recipes import assess, export, grpo, sft, teacher, tracking, turn_probe
+from trace_jax.recipes import adoption, assess, export, grpo, sft, teacher, tracking, turn_probe
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory, writing
-from trace_jax.recipes.workspace import TOKENIZER, Workspace
+from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.workspace import Workspace
 from trace_jax.report import html
 
 
@@ -49,16 +49,20 @@ def command(
         ConfigError: bad input.
         Interrupted: a signal arrived; everything is saved.
     """
+    if resume and source is not None:
+        raise ConfigError("--init starts a new run and --resume continues one: leave one of them out")
     check(config)
     tracking.require(track)
-    continues = resume or (name == "grpo" and source is None)
-    run = RunDirectory.open(run_dir, config) if continues else RunDirectory.create(run_dir, config)
+    if resume or (name == "grpo" and source is None):
+        run = RunDirectory.open(run_dir, config)
+    elif source is None:
+        run = RunDirectory.create(run_dir, config)
+    else:
+        run = RunDirectory.create(run_dir, config, partial(adoption.adopt, source))
     with run, Interrupt() as interrupt:
         work = Workspace(run, Progress(), interrupt)
         work.progress.note(f"run directory: {run.path}")
         try:
-            if source is not None and not resume:
-                _adopt(source, run)
             run.track(track)
             if name == "train":
                 return _train(work, profile)
@@ -80,12 +84,29 @@ def check(config: RunConfig) -> None:
     credit.validate(config.grpo, config.rollout.context)
     turn_probe.check(config)
     mesh, sampling = role_meshes(config.mesh)
+    field = "rollout_tensor" if config.mesh.rollout_devices else "tensor"
+    if config.policy.kv_heads % sampling.shape["tensor"]:
+        raise ConfigError(
+            f"`mesh.{field}` ({sampling.shape['tensor']}) does not divide `policy.kv_heads` "
+            f"({config.policy.kv_heads}): sampling splits the cache by key/value heads, change one"
+        )
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if config.grpo.turn_credit.enabled:
         asking = sampling.shape["data"] * sampling.shape["fsdp"]
         packing.validate(config.grpo.turn_credit.microbatch, "grpo.turn_credit.microbatch", asking)
     for name, stage in (("sft", config.sft), ("grpo", config.grpo)):
         packing.validate(stage.microbatch, f"{name}.microbatch", ways)
+
+
+def check_new(run_dir: Path | None, config: RunConfig, source: Path) -> None:
+    """Refuses, before anything is written, a run that cannot begin with the SFT policy of `source`.
+
+    Raises:
+        ConfigError: see `adoption.check`; or the directory holds a run already.
+    """
+    adoption.check(source, config)
+    if run_dir is not None:
+        RunDirectory.refuse_taken(run_dir)
 
 
 def _sft(work: Workspace, profile: int = 0) -> dict[str, float]:
@@ -111,17 +132,3 @@ def _train(work: Workspace, profile: int = 0) -> dict[str, Any]:
     page = html.write(work.run.path)
     print(f"policy: {path}\nreport: {page}")
     return final
-
-
-def _adopt(source: Path, run: RunDirectory) -> None:
-    """Copies the tokenizer and the finished SFT policy of another run."""
-    with RunDirectory.open(source, lock=False) as other:
-        origin = Workspace(other, Progress(), Interrupt())
-        if not origin.is_finished("sft"):
-            raise ConfigError(f"SFT of {source} is not finished: run `trace-jax sft --run-dir {source} --resume` first")
-        step = origin.store("sft").latest()
-        name = f"{step:08d}"
-        run.folder("checkpoints")
-        with writing(run.path / "checkpoints"):
-            shutil.copy(other.path / TOKENIZER, run.path / TOKENIZER)
-            shutil.copytree(other.checkpoints("sft") / name, run.checkpoints("sft") / name)

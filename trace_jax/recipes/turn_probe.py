@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +15,10 @@ from trace_jax.learner import turn_credit
 from trace_jax.learner.probe import Probe, Question, transformer_scores
 from trace_jax.learner.step import Params
 from trace_jax.policy.transformer import logical_axes
+from trace_jax.recipes.adoption import copy_policy
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory, writing
+from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.recipes.workspace import TOKENIZER, Workspace
 from trace_jax.rollout.trajectory import Trajectory
 
@@ -106,12 +106,4 @@ def _adopt(source: Path, work: Workspace) -> None:
                 "SFT policy (`trace-jax grpo --init`), or leave the field empty"
             )
         theirs = Workspace(other, Progress(), Interrupt())
-        stage = theirs.latest_stage()
-        name = f"{theirs.store(stage).latest():08d}"
-        work.run.folder("checkpoints")
-        target = work.run.checkpoints(STAGE) / name
-        with writing(work.run.path / "checkpoints"):
-            partial = target.with_name(f".{name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(other.checkpoints(stage) / name, partial)
-            partial.rename(target)
+        copy_policy(theirs, theirs.latest_stage(), work.run, STAGE)

@@ -67,6 +67,8 @@ class Workspace:
         """Turn format over the run's tokenizer; `ConfigError` before the tokenizer was trained."""
         path = self.run.path / TOKENIZER
         if not path.exists():
+            if self.store("sft").latest() is not None:
+                raise ConfigError(f"{path} is missing: restore it, {self.run.path}/export may hold a copy")
             raise ConfigError(f"{self.run.path} has no tokenizer yet: {self._first('sft')}")
         return NanoChat(SentencePieceTokenizer.load(path))
 
