@@ -16,6 +16,7 @@ from trace_jax.bench import (
     learner_compare,
     learner_memory,
     measure,
+    probe,
     rollout_compare,
     rollout_peer,
     rollout_tools,
@@ -61,6 +62,7 @@ ADDED = {
     | {"details", "table", "note"},
     "learner": {f"vs_torch{form}" for form in ("", "_selective", "_padded", "_packed")}
     | {"tokens_per_s", "matmul_share", "packing_gain", "bucket_gain", "peak_memory_ratio", "details", "table", "note"},
+    "probe": {"packed_speedup", "token_bound", "of_bound", "peak_memory_ratio", "step_share", "note"},
 }
 
 
@@ -84,6 +86,7 @@ def tiny(kind):
             (rollout_compare, "REUSE_SHAPE", shape),
             (rollout_tools, "SHAPE", shape),
             (rollout_peer, "PACKAGES", ("no_such_package",)),
+            (probe, "SHAPE", probe.Shape(2, turns=2, turn=10, prompt=5, answer=4, row_length=64, plain_buckets=())),
             (learner_compare, "compare", lambda *_: COMPARED),
             (learner_memory, "peak_bytes", lambda *_: {"chunked": 1, "full": 4}),
         ):

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from etils import epath
 from recipes_helpers import CONFIG, compile_cache, finished_smoke, records, smoke
 
 from trace_jax import cli, config_io
@@ -81,7 +82,7 @@ def test_a_source_that_is_damaged(smoke, tmp_path, capsys):
 def test_an_edited_manifest_is_no_checkpoint(smoke, capsys):
     """Of a field that nothing checks one by one, too; runs of earlier versions have no seal."""
     source, _ = smoke
-    folder = Folder(source / "checkpoints" / "grpo")
+    folder = Folder(epath.Path(source / "checkpoints" / "grpo"))
     newest = max(folder.complete())
     path = folder.path(newest) / MANIFEST
     manifest = json.loads(path.read_text())

@@ -106,7 +106,7 @@ def run(config: RunConfig, repeats: int) -> dict[str, Any]:
             **{f"{name}_peak_bytes": n for name, n in memory.items()},
             "packed_tokens_per_second": needed["packed"].needed / seconds["packed"]["median"],
         },
-        "share": {},
+        "share": {"of_token_bound": speedup["median"] / bound},
         "note": "step_share is null: run again with --run-dir RUN, a run whose SFT is done",
     }
 

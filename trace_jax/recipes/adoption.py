@@ -5,8 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from etils import epath
+
 from trace_jax import config_io, config_rules
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.learner.checkpoint_files import Folder
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, writing
@@ -72,8 +75,10 @@ def copy_policy(theirs: Workspace, stage: str, run: RunDirectory, name: str) -> 
     Raises:
         ConfigError: it is damaged. OSError: the copy cannot be written.
     """
-    theirs.trained_params(stage)  # reads and checks every array
-    step = f"{theirs.store(stage).latest():08d}"
+    newest = theirs.store(stage).latest()
+    folder = Folder(epath.Path(theirs.run.checkpoints(stage)))
+    folder.verify(newest, folder.manifest(newest)["files"])
+    step = f"{newest:08d}"
     origin, target = theirs.run.checkpoints(stage) / step, run.checkpoints(name) / step
     if target.exists():
         return
