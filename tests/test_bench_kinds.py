@@ -62,7 +62,7 @@ ADDED = {
     | {"details", "table", "note"},
     "learner": {f"vs_torch{form}" for form in ("", "_selective", "_padded", "_packed")}
     | {"tokens_per_s", "matmul_share", "packing_gain", "bucket_gain", "peak_memory_ratio", "details", "table", "note"},
-    "probe": {"packed_speedup", "token_bound", "of_bound", "peak_memory_ratio", "step_share", "note"},
+    "probe": {"packed_speedup", "token_bound", "of_bound", "peak_bytes", "step_share", "note"},
 }
 
 

@@ -52,7 +52,7 @@ class Echo:
         return None
 
 
-def read_answer(text):
+def assert_answer_is_read(text):
     for parse in (answer.parse_lenient, answer.parse_exact):
         parsed = parse(text)
         if parsed is None:
@@ -66,7 +66,7 @@ def read_answer(text):
     assert exact is None or answer.parse_lenient(text) == exact
 
 
-def read_call(text):
+def assert_call_is_read(text):
     match = tools._ONLY_SQL.match(text)
     if match:
         (query,) = [g for g in match.groups() if g is not None]
@@ -78,7 +78,7 @@ def read_call(text):
     assert len(tools._error(text).text) <= tools.MAX_ERROR_CHARACTERS + 7 and "\n" not in tools._error(text).text
 
 
-def read_sql(text):
+def assert_sql_is_read(text):
     why = sql_guard.refusal(text, TABLES)
     assert why is None or (0 < len(why) < 120 and "\n" not in why)
     tokens = sql_guard.words(text)
@@ -92,7 +92,7 @@ def read_sql(text):
         assert sql_errors.explain(message, text, TABLES) is not None
 
 
-def read_value(text):
+def assert_value_is_read(text):
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -127,10 +127,14 @@ WORDS = [
     "\ufdfa", "9" * 50, "1e999", "def ", "mean(",
 ]  # fmt: skip
 TARGETS = {
-    "answer": (read_answer, [answer], ANSWERS),
-    "tool call": (read_call, [tools, python_helpers], [*CODE, 'sql("""SELECT 1""")', "sql('a')", "mean([1])"]),
-    "sql guard": (read_sql, [sql_guard, sql_errors], SQL),
-    "value": (read_value, [render], VALUES),
+    "answer": (assert_answer_is_read, [answer], ANSWERS),
+    "tool call": (
+        assert_call_is_read,
+        [tools, python_helpers],
+        [*CODE, 'sql("""SELECT 1""")', "sql('a')", "mean([1])"],
+    ),
+    "sql guard": (assert_sql_is_read, [sql_guard, sql_errors], SQL),
+    "value": (assert_value_is_read, [render], VALUES),
 }
 
 
@@ -158,7 +162,7 @@ def test_turns_of_any_ids_parse(chat):
     """The tool-call parser on token ids: the mutated text is a list of ids."""
     size = chat.tokenizer.vocab_size
 
-    def read_turn(text):
+    def assert_turn_is_read(text):
         ids = [ord(c) % size for c in text]
         turn = chat.parse_turn(ids)
         assert turn.kind in ("call", "answer", "malformed")
@@ -168,7 +172,7 @@ def test_turns_of_any_ids_parse(chat):
 
     seeds = ["".join(map(chr, ids)) for ids in (chat.encode_call("sql('a')"), chat.encode_answer("{}"), [])]
     control = [chr(chat.tokenizer.control_id(name)) for name in CONTROL]
-    found = fuzz(read_turn, [chat_module], seeds, control, ROUNDS, seed=1)
+    found = fuzz(assert_turn_is_read, [chat_module], seeds, control, ROUNDS, seed=1)
     assert not found.failures, found.failures[:3]
     assert len(found.edges) > 5
 
@@ -199,13 +203,13 @@ JSON = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(JSON, st.text(max_size=10), st.text(max_size=10))
 def test_answers_of_any_shape_parse(body, before, after):
-    read_answer(before + json.dumps(body) + after)
+    assert_answer_is_read(before + json.dumps(body) + after)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=60) | st.lists(st.sampled_from(WORDS), max_size=20).map("".join))
 def test_sql_of_any_text_is_read(text):
-    read_sql(text)
+    assert_sql_is_read(text)
 
 
 PIECES = [
@@ -214,7 +218,9 @@ PIECES = [
 
 
 @pytest.mark.parametrize("name", PIECES)
-@pytest.mark.parametrize("target", [read_answer, read_call, read_sql], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "target", [assert_answer_is_read, assert_call_is_read, assert_sql_is_read], ids=lambda f: f.__name__
+)
 def test_time_grows_no_faster_than_the_text(name, target):
     """A text of one piece, repeated: eight times the length takes less than the 64 times of quadratic time."""
 

@@ -65,7 +65,7 @@ def assert_trainer_agrees(model, lives, temperature=1.0, atol=1e-5):
     np.testing.assert_allclose(got, want, atol=atol)
 
 
-def same(lives, others, exactly=True):
+def assert_same(lives, others, exactly=True):
     """The same ids and the same log-probabilities, to the last bit or nearly."""
     assert [life.ids for life in lives] == [life.ids for life in others]
     for life, other in zip(lives, others, strict=True):
@@ -93,35 +93,37 @@ def test_continuous_batching_equals_one_at_a_time(model, engine, reference):
     """Token for token and bit for bit: alone, a few in flight, waiting in any order, in other slots and lanes."""
     prompts, seeds = prompts_of(40), np.arange(40)
     alone = [live(engine, [prompts[i]], [seeds[i]])[0] for i in (0, 7, 21, 39)]
-    same(alone, [reference[i] for i in (0, 7, 21, 39)])
+    assert_same(alone, [reference[i] for i in (0, 7, 21, 39)])
     for disorder in range(3):
-        same(live(engine, prompts, seeds, disorder=disorder, window=(5, 17, 48)[disorder]), reference)
+        assert_same(live(engine, prompts, seeds, disorder=disorder, window=(5, 17, 48)[disorder]), reference)
     order = np.random.default_rng(1).permutation(40)
     mixed = live(engine, [prompts[i] for i in order], seeds[order])
-    same([mixed[i] for i in np.argsort(order)], reference)
+    assert_same([mixed[i] for i in np.argsort(order)], reference)
 
 
 def test_lanes_and_group_sizes_change_no_token(model, reference, monkeypatch):
-    same(live(Engine(model, CONFIG, STOP, lanes=3), prompts_of(40), range(40), disorder=1), reference, exactly=False)
+    assert_same(
+        live(Engine(model, CONFIG, STOP, lanes=3), prompts_of(40), range(40), disorder=1), reference, exactly=False
+    )
     monkeypatch.setattr(engine_module, "CPU_GROUP", 4)
     small = Engine(model, CONFIG, STOP, lanes=2)
     lives = live(small, prompts_of(40), range(40))
-    same(lives, reference, exactly=False)
-    same(live(small, prompts_of(40), range(40), disorder=3, window=11), lives)
+    assert_same(lives, reference, exactly=False)
+    assert_same(live(small, prompts_of(40), range(40), disorder=3, window=11), lives)
 
 
 @pytest.mark.parametrize("shapes", [(Chunk(192, 3),), (Chunk(8, 2),), (Chunk(16, 1), Chunk(4, 5))])
 def test_chunked_prefill_equals_whole(model, reference, shapes, monkeypatch):
     """Prompts and observations fed whole, or in pieces, leave the same tokens."""
     monkeypatch.setattr(engine_module, "chunks", lambda: shapes)
-    same(live(Engine(model, CONFIG, STOP, lanes=1), prompts_of(40), range(40)), reference, exactly=False)
+    assert_same(live(Engine(model, CONFIG, STOP, lanes=1), prompts_of(40), range(40)), reference, exactly=False)
 
 
 def test_cache_kept_equals_fed_anew(model, reference):
     """With reuse off every turn feeds the whole row again: same tokens, the work is what differs."""
     anew = Engine(model, CONFIG, STOP, lanes=1, reuse=False)
     lives = live(anew, prompts_of(40), range(40))
-    same(lives, reference, exactly=False)
+    assert_same(lives, reference, exactly=False)
     fed = sum(sum(turn_start - 1 for turn_start in starts(life)) for life in lives)
     assert anew.stats.prefill_tokens == fed and anew.stats.shared_tokens == 0
 
@@ -159,11 +161,11 @@ def test_prefixes_are_shared_across_rows_in_flight_and_gone(model, monkeypatch):
     sharing, plain = (Engine(model, CONFIG, STOP, lanes=1, reuse=reuse) for reuse in (True, False))
     lives = live(sharing, prompts, range(12), turns=1, window=3)
     assert sharing.stats.shared_tokens == 11 * 48  # 50 shared tokens hold three chunks of 16
-    same(lives, live(plain, prompts, range(12), turns=1))
+    assert_same(lives, live(plain, prompts, range(12), turns=1))
 
 
 def test_repeated_runs_are_bitwise_equal(engine, reference):
-    same(live(engine, prompts_of(40), range(40)), reference)
+    assert_same(live(engine, prompts_of(40), range(40)), reference)
     other = live(engine, prompts_of(40), range(100, 140))
     assert [life.ids for life in other] != [life.ids for life in reference]
 
