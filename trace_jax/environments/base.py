@@ -6,7 +6,7 @@ An environment knows no model and no token: code and answers are text. Whatever 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 STATUSES: tuple[str, ...] = ("ok", "error", "timeout", "tool_failure")
@@ -19,6 +19,10 @@ class Observation:
     text: str
     error: bool = False
     status: str = "ok"  # "ok" | "error" (the agent's mistake) | "timeout" | "tool_failure" (the tool's own fault)
+
+    def followed_by(self, line: str) -> Observation:
+        """With one more line, the nudge of a final turn."""
+        return replace(self, text=f"{self.text}\n{line}")
 
 
 @dataclass(frozen=True)

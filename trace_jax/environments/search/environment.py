@@ -77,9 +77,7 @@ class SearchEpisode:
     def step(self, action: str, *, final_turn: bool = False) -> Observation:
         """Run a tool call; `final_turn` adds the nudge to answer now."""
         seen = self._tool.run(action)
-        if not final_turn:
-            return seen
-        return Observation(f"{seen.text}\n{NUDGE[self._config.prompt]}", seen.error, seen.status)
+        return seen.followed_by(NUDGE[self._config.prompt]) if final_turn else seen
 
     def grade(self, answer: str) -> Reward:
         """Grade the final answer's text (see `search.answer`)."""
