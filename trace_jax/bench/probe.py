@@ -6,7 +6,7 @@ Headline figures, of trajectories of 12 tool turns of 150 tokens and answers of 
     token_bound        positions that the plain way needs over those of the packed one: what it could be if a position
                        cost the same anywhere; attention makes late positions dearer
     of_bound           the first over the second
-    peak_memory_ratio  memory of one packed micro-batch over that of one plain one, of about as many positions
+    peak_bytes         memory of the program for one micro-batch, parameters included; the plain way has the same one
     step_share         share of a GRPO step that the probe takes; with --run-dir only, of that run's policy
 """
 
@@ -78,14 +78,13 @@ def run(config: RunConfig, repeats: int) -> dict[str, Any]:
         taken["plain"].append(measure.timed(lambda: plain(apart)))
     ratios = [b / a for a, b in zip(taken["packed"], taken["plain"], strict=True)]
     needed = {"packed": packed.positions(whole), "plain": plain.positions(apart)}
-    memory = {name: probe.peak_bytes(shape.row_length, rows) for name, probe in (("packed", packed), ("plain", plain))}
     speedup, bound = measure.spread(ratios), needed["plain"].needed / needed["packed"].needed
     seconds = {name: measure.spread(times) for name, times in taken.items()}
     return {
         "packed_speedup": speedup["median"],
         "token_bound": bound,
         "of_bound": speedup["median"] / bound,
-        "peak_memory_ratio": memory["packed"] / memory["plain"],
+        "peak_bytes": packed.peak_bytes(shape.row_length, rows),
         "step_share": None,
         "sizes": {
             "parameters": sum(p.size for p in jax.tree.leaves(params)),
@@ -103,7 +102,6 @@ def run(config: RunConfig, repeats: int) -> dict[str, Any]:
             "difference": different,
             **{f"{name}_positions": n.needed for name, n in needed.items()},
             **{f"{name}_computed": n.computed for name, n in needed.items()},
-            **{f"{name}_peak_bytes": n for name, n in memory.items()},
             "packed_tokens_per_second": needed["packed"].needed / seconds["packed"]["median"],
         },
         "share": {"of_token_bound": speedup["median"] / bound},
