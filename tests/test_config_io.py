@@ -10,7 +10,7 @@ import pytest
 import yaml
 from flax import nnx
 
-from trace_jax import config_io, config_rules
+from trace_jax import config_io, config_rules, config_rules_policy
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import CHOICES, RANGES, validate
 from trace_jax.policy.transformer import Transformer
@@ -219,7 +219,7 @@ def test_parameters_are_counted_as_the_policy_has_them(changes):
     policy = dataclasses.replace(RunConfig().policy, layers=3, **changes)
     model = nnx.eval_shape(lambda: Transformer(policy, 300, rngs=nnx.Rngs(0)))
     sizes = [math.prod(p.shape) for p in jax.tree.leaves(nnx.state(model, nnx.Param))]
-    assert config_rules.policy_parameters(policy, 300) == sum(sizes)
+    assert config_rules_policy.parameters(policy, 300) == sum(sizes)
 
 
 def test_a_policy_far_beyond_the_memory_is_refused_at_start():

@@ -81,7 +81,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Sizes of the decoder (GQA, RoPE, RMSNorm, SwiGLU). The vocabulary size comes from the tokenizer."""
+    """Sizes and blocks of the decoder (RoPE, RMSNorm, SwiGLU). The vocabulary size comes from the tokenizer."""
 
     layers: int = 4
     width: int = 128
@@ -93,11 +93,47 @@ class PolicyConfig:
     norm_eps: float = 1e-6
     qk_norm: bool = True
     tie_embeddings: bool = True
+    rotary_fraction: float = 1.0  # share of a head's width that is rotated, from its start
+    attention_gate: bool = False  # what a head attended to is scaled by a sigmoid of the layer's input
+    norm_offset: bool = False  # norms scale by 1 + weight (but that inside a delta layer)
+    # What mixes tokens in each layer, "attention" or "delta" (gated delta net, arXiv 2412.06464): a pattern that is
+    # repeated and cut at `layers`.
+    mixers: tuple[str, ...] = ("attention",)
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0  # a multiple of the key heads
+    delta_key_dim: int = 0  # of a head
+    delta_value_dim: int = 0
+    conv_width: int = 4  # tokens under the causal convolution of a delta layer
+    experts: int = 0  # of the feed-forward part of every layer; 0: it is dense, `mlp_width` wide
+    experts_per_token: int = 0
+    expert_width: int = 0
+    shared_expert_width: int = 0  # of an expert that all tokens have, times a sigmoid; 0: none
+    norm_topk_prob: bool = True  # the weights of a token's experts sum to 1
+    param_dtype: str = "float32"  # of stored parameters; "bfloat16" only where LoRA trains, the base never changes
     max_length: int = 512  # longest sequence (positions) the policy may see
-    dtype: str = "float32"  # compute type: "float32" | "bfloat16"; parameters stay float32
+    dtype: str = "float32"  # compute type: "float32" | "bfloat16"
     # What the backward pass computes again in each layer: "none" | what is not a matmul ("dots") | all of it ("full").
     # Less memory for more time; a file may still say false or true for "none" or "full".
     remat: str = "none"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv 2106.09685): training changes W + alpha / rank * A B of the targets, W is frozen."""
+
+    rank: int = 0  # 0: all parameters are trained
+    alpha: float = 16.0
+    # Parameters that have one: query, key, value, output, gate, up, down, expert_gate, expert_up, expert_down, ...
+    targets: tuple[str, ...] = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Turns of an imported policy, which has a chat template of its own. Policies from scratch write calls and answers
+    in one fixed form without thoughts."""
+
+    thinking: str = "off"  # "off": every turn begins with an empty thought | "keep": thoughts stay in the context
+    tool_format: str = "auto"  # how a call is written: "json" | "xml" (Qwen3.5) | "auto": as the template writes it
 
 
 @dataclass(frozen=True)
@@ -116,6 +152,7 @@ class RolloutConfig:
     slots: int = 256  # trajectories in flight, each with its place in the key/value cache
     decode_steps: int = 16  # tokens a row may be sampled before the host looks for rows that have stopped
     cache_dtype: str = "float32"
+    replay_routes: bool = False  # the learner uses the experts that the sampler chose (mixture-of-experts policies)
     stale_cache: str = "refill"  # new parameters in mid-trajectory: "refill" its cache at its next turn | "keep" it
     # Threads. Several of a group may wait for one that asks the same, hence more than cores; the queries themselves run
     # in about as many processes as there are cores.
@@ -279,6 +316,8 @@ class RunConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)

@@ -9,15 +9,15 @@ import reprlib
 from functools import reduce
 from typing import Any
 
-from trace_jax.config import ConfigError, PolicyConfig, RunConfig
+from trace_jax import config_rules_policy
+from trace_jax.config import ConfigError, RunConfig
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "simulator.rng": ("threefry2x32", "threefry2x32_13"),
     "simulator.difficulty": ("easy", "paper", "hard"),
     "environment.name": ("ads", "search"),
     "environment.prompt": ("compact", "full"),
-    "policy.dtype": ("float32", "bfloat16"),
-    "policy.remat": ("none", "dots", "full"),
+    **config_rules_policy.CHOICES,
     "rollout.cache_dtype": ("float32", "bfloat16"),
     "rollout.stale_cache": ("refill", "keep"),
     "sft.optimizer.schedule": ("constant", "cosine"),
@@ -92,15 +92,7 @@ RANGES: dict[str, tuple[Any, float]] = {
     "tokenizer.transcripts": (1, _COUNT),
     "tokenizer.fragments": (0, 32000),
     "tokenizer.min_fragment_characters": (2, 1000),
-    "policy.layers": (1, 512),
-    "policy.width": (8, 65536),
-    "policy.heads": (1, 1024),
-    "policy.kv_heads": (1, 1024),
-    "policy.head_dim": (2, 1024),
-    "policy.mlp_width": (1, 2**18),
-    "policy.rope_theta": (">0", 1e12),
-    "policy.norm_eps": (">0", 1e-2),
-    "policy.max_length": (16, _TOKENS),
+    **config_rules_policy.RANGES,
     "rollout.temperature": (">0", 100),
     "rollout.top_k": (0, 128),
     "rollout.top_p": (">0", 1),
@@ -210,20 +202,13 @@ _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 2, 3, 3
 
 
-def policy_parameters(policy: PolicyConfig, vocab_size: int) -> int:
-    """Number of parameters of a policy."""
-    query, kv = policy.heads * policy.head_dim, policy.kv_heads * policy.head_dim
-    layer = policy.width * (2 * query + 2 * kv + 3 * policy.mlp_width + 2) + 2 * policy.head_dim * policy.qk_norm
-    return policy.layers * layer + policy.width * (1 + vocab_size * (1 if policy.tie_embeddings else 2))
-
-
 def _memory(c: RunConfig) -> None:
     """Refuses a policy whose training state (float32 parameters, two Adam moments) no machine like this holds."""
     try:
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a system that says
         return
-    count = policy_parameters(c.policy, c.tokenizer.vocab_size)
+    count = config_rules_policy.parameters(c.policy, c.tokenizer.vocab_size)
     share = 12 * count / (c.mesh.fsdp * c.mesh.tensor * c.mesh.expert)  # bytes on one device
     _refuse(
         share > MEMORY_FACTOR * machine,
@@ -293,11 +278,7 @@ def _combinations(c: RunConfig) -> None:
         c.mesh.data != -1 and not 1 <= c.mesh.data <= 65536,
         f"`mesh.data` is {shown(c.mesh.data)}: use -1 (all devices) or between 1 and 65536",
     )
-    _refuse(
-        c.policy.heads % c.policy.kv_heads != 0,
-        f"`policy.heads` ({c.policy.heads}) must be a multiple of `policy.kv_heads` ({c.policy.kv_heads})",
-    )
-    _refuse(c.policy.head_dim % 2 == 1, f"`policy.head_dim` is {c.policy.head_dim}: use an even number")
+    config_rules_policy.check(c)
     _refuse(
         c.rollout.context > c.policy.max_length,
         f"`rollout.context` ({c.rollout.context}) exceeds `policy.max_length` ({c.policy.max_length})",
