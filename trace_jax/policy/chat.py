@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -40,14 +41,55 @@ _TEMPLATE = (
 
 @dataclass(frozen=True)
 class Turn:
-    """What a sampled turn says: `kind` is "call", "answer" or "malformed"."""
+    """What a sampled turn says: `kind` is "call", "answer" or "malformed", `reason` why it is malformed, if known."""
 
     kind: str
     text: str
+    reason: str = ""
+
+
+class Chat(Protocol):
+    """A turn format. A sampled turn ends with `stop_id`; histories are concatenations of what these functions give."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def stop_id(self) -> int: ...
+
+    @property
+    def template(self) -> str: ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know about how it differs from what others make of the template; one line each."""
+        ...
+
+    def encode_prompt(self, system: str, user: str) -> list[int]: ...
+
+    def encode_call(self, code: str) -> list[int]: ...
+
+    def encode_answer(self, text: str) -> list[int]: ...
+
+    def encode_probe(self, before: str, text: str) -> tuple[list[int], list[int]]: ...
+
+    def encode_observation(self, text: str) -> list[int]: ...
+
+    def parse_turn(self, ids: Sequence[int]) -> Turn: ...
+
+    def encode_transcript(
+        self, system: str, user: str, steps: Sequence[tuple[str, str]], answer: str
+    ) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"], Int[np.ndarray, " n"]]: ...
+
+    def given(self, ids: Sequence[int]) -> list[tuple[str, str]]:
+        """What the policy was shown, a prompt or an observation, as (role, text); for people to look at."""
+        ...
 
 
 class NanoChat:
     """Encodes messages between control pieces and parses sampled turns."""
+
+    notes = ()  # its template says the same
 
     def __init__(self, tokenizer: Tokenizer):
         """Raises:
@@ -102,25 +144,41 @@ class NanoChat:
     def encode_transcript(
         self, system: str, user: str, steps: Sequence[tuple[str, str]], answer: str
     ) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-        """A whole teacher transcript, the same ids that a rollout of the same turns would hold.
+        """A whole teacher transcript, see `transcript`."""
+        return transcript(self, system, user, steps, answer)
 
-        Args:
-            system: system message.
-            user: user message.
-            steps: (code, observation) of each tool call.
-            answer: final answer.
+    def given(self, ids: Sequence[int]) -> list[tuple[str, str]]:
+        """What the policy was shown, split where a control token names who speaks."""
+        ids = [int(i) for i in ids]
+        heads = [i for i, token in enumerate(ids) if self.tokenizer.is_control(token)]
+        parts = [ids[a:b] for a, b in zip([0, *heads], [*heads, len(ids)], strict=True)]
+        named = {token: name.strip("<|>") for name, token in self._id.items()}
+        return [(named.get(part[0], ""), self.tokenizer.decode(part)) for part in parts if part]
 
-        Returns:
-            ids; loss mask, true on the policy's turns with their end tokens; turn index, -1 in the prompt, k on call k
-            and its observation, the number of calls on the answer.
-        """
-        parts = [(self.encode_prompt(system, user), False, -1)]
-        for k, (code, observation) in enumerate(steps):
-            parts += [(self.encode_call(code), True, k), (self.encode_observation(observation), False, k)]
-        parts.append((self.encode_answer(answer), True, len(steps)))
-        lengths = [len(ids) for ids, _, _ in parts]
-        return (
-            np.concatenate([np.asarray(ids, np.int32) for ids, _, _ in parts]),
-            np.repeat([trained for _, trained, _ in parts], lengths),
-            np.repeat(np.asarray([turn for _, _, turn in parts], np.int32), lengths),
-        )
+
+def transcript(
+    chat: Chat, system: str, user: str, steps: Sequence[tuple[str, str]], answer: str
+) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    """A whole teacher transcript, the same ids that a rollout of the same turns would hold.
+
+    Args:
+        chat: the turn format.
+        system: system message.
+        user: user message.
+        steps: (code, observation) of each tool call.
+        answer: final answer.
+
+    Returns:
+        ids; loss mask, true on the policy's turns with their end tokens; turn index, -1 in the prompt, k on call k
+        and its observation, the number of calls on the answer.
+    """
+    parts = [(chat.encode_prompt(system, user), False, -1)]
+    for k, (code, observation) in enumerate(steps):
+        parts += [(chat.encode_call(code), True, k), (chat.encode_observation(observation), False, k)]
+    parts.append((chat.encode_answer(answer), True, len(steps)))
+    lengths = [len(ids) for ids, _, _ in parts]
+    return (
+        np.concatenate([np.asarray(ids, np.int32) for ids, _, _ in parts]),
+        np.repeat([trained for _, trained, _ in parts], lengths),
+        np.repeat(np.asarray([turn for _, _, turn in parts], np.int32), lengths),
+    )

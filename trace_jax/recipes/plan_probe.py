@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 
 from trace_jax.config import RolloutConfig, RunConfig
 from trace_jax.environments.base import Environment
+from trace_jax.policy import chat_files
 from trace_jax.policy.chat import CONTROL, NanoChat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.recipes import schedule
@@ -23,7 +24,7 @@ from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory
-from trace_jax.recipes.workspace import TOKENIZER, Workspace
+from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.collect import collect
 from trace_jax.rollout.trajectory import Trajectory
 
@@ -132,13 +133,14 @@ def of_teacher(config: RunConfig, path: Path | None, interrupt: Interrupt) -> In
         interrupt.check()
         task, done, _ = domain.transcribe(environment, index, schedule.stream(config.data.seed, "plan", index), config)
         transcripts.append((task.system, task.user, done.steps, done.answer))
-    rough = path is None or not (path / TOKENIZER).exists()
-    if not rough:
-        tokenizer = SentencePieceTokenizer.load(path / TOKENIZER)
+    rough = True
+    if path is not None and chat_files.tokenizer_files(path):
+        rough = False
+        chat = chat_files.open_chat(path, config.chat)
     else:
         texts = [text for s, u, steps, answer in transcripts for text in (s, u, *sum(map(tuple, steps), ()), answer)]
         tokenizer = SentencePieceTokenizer.train(texts, config.tokenizer, list(CONTROL), domain.atoms)
-    chat = NanoChat(tokenizer)
+        chat = NanoChat(tokenizer)
     encoded = [chat.encode_transcript(*transcript) for transcript in transcripts]
     needs = {
         "max_turns": np.array([turns.max() + 1 for _, _, turns in encoded]),
@@ -150,6 +152,6 @@ def of_teacher(config: RunConfig, path: Path | None, interrupt: Interrupt) -> In
         needs=needs,
         ended=np.ones(len(encoded), bool),
         sampled=np.array([mask.sum() for _, mask, _ in encoded]),
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=chat.tokenizer.vocab_size,
         rough=rough,
     )

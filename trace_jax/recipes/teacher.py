@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.policy.chat import NanoChat
+from trace_jax.policy.chat import Chat
 from trace_jax.recipes import schedule
 from trace_jax.recipes.domain import TaskSet, domain_of
 from trace_jax.recipes.interrupt import Interrupt
@@ -193,14 +193,14 @@ def _read(path: Path) -> tuple[list[Lesson], dict[str, int]]:
 
 @dataclass(frozen=True)
 class EncodedLesson:
-    """Token streams of a transcript, see `NanoChat.encode_transcript`."""
+    """Token streams of a transcript, see `policy.chat.transcript`."""
 
     ids: np.ndarray
     loss_mask: np.ndarray
     turn_index: np.ndarray
 
 
-def encode(lessons: Sequence[Lesson], chat: NanoChat, config: RunConfig) -> tuple[list[EncodedLesson], int]:
+def encode(lessons: Sequence[Lesson], chat: Chat, config: RunConfig) -> tuple[list[EncodedLesson], int]:
     """Token streams of the transcripts that fit the rollout limits, and how many did not.
 
     Raises:

@@ -16,7 +16,8 @@ from trace_jax.learner.checkpoint import CheckpointStore
 from trace_jax.learner.objectives import Objective
 from trace_jax.learner.roles import role_meshes
 from trace_jax.learner.step import Learner, Params, transformer_logprobs
-from trace_jax.policy.chat import CONTROL, NanoChat
+from trace_jax.policy import chat_files
+from trace_jax.policy.chat import CONTROL, Chat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.policy.transformer import Transformer, logical_axes
 from trace_jax.recipes import schedule
@@ -28,7 +29,7 @@ from trace_jax.recipes.teacher import Lesson
 from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.sampling import Sampling, check_training
 
-TOKENIZER = "tokenizer.model"
+TOKENIZER = chat_files.SENTENCEPIECE
 
 
 @dataclass
@@ -49,9 +50,9 @@ class Workspace:
 
     def train_tokenizer(self, lessons: list[Lesson]) -> None:
         """Trains the tokenizer on transcripts unless the run has one."""
-        path = self.run.path / TOKENIZER
-        if path.exists():
+        if chat_files.tokenizer_files(self.run.path):
             return
+        path = self.run.path / TOKENIZER
         texts = [text for lesson in lessons[: self.config.tokenizer.transcripts] for text in lesson.messages()]
         tokenizer = SentencePieceTokenizer.train(
             texts, self.config.tokenizer, list(CONTROL), domain_of(self.config).atoms
@@ -63,14 +64,17 @@ class Workspace:
         self.progress.note(f"tokenizer: {tokenizer.vocab_size} pieces")
 
     @cached_property
-    def chat(self) -> NanoChat:
-        """Turn format over the run's tokenizer; `ConfigError` before the tokenizer was trained."""
+    def chat(self) -> Chat:
+        """Turn format over the run's tokenizer; `ConfigError` before the tokenizer was trained or imported."""
         path = self.run.path / TOKENIZER
-        if not path.exists():
+        if not chat_files.tokenizer_files(self.run.path):
             if self.store("sft").latest() is not None:
                 raise ConfigError(f"{path} is missing: restore it, {self.run.path}/export may hold a copy")
             raise ConfigError(f"{self.run.path} has no tokenizer yet: {self._first('sft')}")
-        return NanoChat(SentencePieceTokenizer.load(path))
+        chat = chat_files.open_chat(self.run.path, self.config.chat)
+        for note in chat.notes:
+            self.progress.note(note)
+        return chat
 
     # Policy
 

@@ -18,11 +18,11 @@ import jinja2
 import numpy as np
 
 from trace_jax import config_io
-from trace_jax.config import ConfigError, EvaluationConfig
+from trace_jax.config import ChatConfig, ConfigError, EvaluationConfig
 from trace_jax.evaluation import store, table
 from trace_jax.evaluation.kinds import KINDS, Kind, kind_of
-from trace_jax.policy.chat import CONTROL, NanoChat
-from trace_jax.policy.tokenizer import SentencePieceTokenizer
+from trace_jax.policy import chat_files
+from trace_jax.policy.chat import Chat
 from trace_jax.report import svg
 from trace_jax.report.target import check_target, put
 from trace_jax.report.template import PAGE
@@ -196,7 +196,7 @@ def _stages(path: Path) -> tuple[list[tuple[str, list[dict]]], str]:
     return result, note
 
 
-def turns(trajectory: Trajectory, chat: NanoChat) -> list[tuple[str, str, bool]]:
+def turns(trajectory: Trajectory, chat: Chat) -> list[tuple[str, str, bool]]:
     """`(role, text, sampled)` of each stretch of a trajectory: prompt, then calls, results and the answer."""
     mask, turn = np.asarray(trajectory.loss_mask), np.asarray(trajectory.turn_index)
     starts = np.flatnonzero(np.r_[True, (mask[1:] != mask[:-1]) | (turn[1:] != turn[:-1])])
@@ -207,17 +207,8 @@ def turns(trajectory: Trajectory, chat: NanoChat) -> list[tuple[str, str, bool]]
             said = chat.parse_turn(ids)
             result.append((said.kind, said.text.strip(), True))
         else:
-            result += [(role, text.strip(), False) for role, text in _given(ids, chat)]
+            result += [(role, text.strip(), False) for role, text in chat.given(ids)]
     return [entry for entry in result if entry[1]]
-
-
-def _given(ids: list[int], chat: NanoChat) -> list[tuple[str, str]]:
-    """What the policy was shown, split where a control token names who speaks."""
-    tokenizer = chat.tokenizer
-    heads = [i for i, token in enumerate(ids) if tokenizer.is_control(token)]
-    parts = [ids[a:b] for a, b in zip([0, *heads], [*heads, len(ids)], strict=True)]
-    named = {tokenizer.control_id(name): name.strip("<|>") for name in CONTROL}
-    return [(named.get(part[0], ""), tokenizer.decode(part)) for part in parts if part]
 
 
 def _kind_of_run(config_file: Path) -> Kind:
@@ -227,20 +218,28 @@ def _kind_of_run(config_file: Path) -> Kind:
     return KINDS["ads"]
 
 
+def _chat_config(config_file: Path) -> ChatConfig:
+    """Of a run; a damaged file is shown as it is, with the usual settings."""
+    with contextlib.suppress(ConfigError):
+        return config_io.load(config_file).chat
+    return ChatConfig()
+
+
 def _cases(run_dir: Path, kind: Kind) -> tuple[list[dict], str]:
     """A right and a wrong investigation of each episode type: of the best agent evaluated, else the newest ones."""
     files = sorted((run_dir / "trajectories").glob("*.parquet"), key=lambda p: (p.stat().st_mtime, p.name))
     evaluated = [f for stage in ("untrained", "sft", "grpo") for f in files if f.stem == stage]
     files += evaluated[-1:]
-    model = run_dir / "tokenizer.model"
-    if not files or not model.is_file():
+    names = chat_files.tokenizer_files(run_dir)
+    if not files or not names:
         return [], ""
-    chat = NanoChat(SentencePieceTokenizer.load(model))
+    chat = chat_files.open_chat(run_dir, _chat_config(run_dir / "config.yaml"))
     chosen: dict[tuple[str, bool], list[Trajectory]] = defaultdict(list)
-    size = chat.tokenizer.vocab_size
+    # A model imported with its tokenizer may have more rows than that has tokens.
+    size = chat.tokenizer.vocab_size if names[0] == chat_files.SENTENCEPIECE else math.inf
     for t in read_parquet(files[-1]):
         if len(t) and not 0 <= t.ids.min() <= t.ids.max() < size:
-            raise ConfigError(f"{files[-1]} was written with another tokenizer than {model}: delete it")
+            raise ConfigError(f"{files[-1]} was written with another tokenizer than {run_dir / names[0]}: delete it")
         group = chosen[(str(t.labels.get("type")), bool(t.info.get("full_right")))]
         if len(group) < CASES_PER_TYPE and all(t.task_index != other.task_index for other in group):
             group.append(t)
