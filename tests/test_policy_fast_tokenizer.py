@@ -10,15 +10,16 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
+from helpers_chat import NAMES, golden, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers_chat import NAMES, golden, tokenizer_of
 from trace_jax.config import ConfigError
 from trace_jax.policy.fast_tokenizer import FastTokenizer, byte_alphabet
 
 TAGS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
-TEXTS = st.lists(st.one_of(st.text(max_size=12), st.sampled_from([*TAGS, "<|im_", "end|>", "<", "\n", "  "]))).map("".join)
+PARTS = st.one_of(st.text(max_size=12), st.sampled_from([*TAGS, "<|im_", "end|>", "<", "\n", "  "]))
+TEXTS = st.lists(PARTS).map("".join)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -103,18 +104,15 @@ def test_tokens_of_the_settings_are_added_and_a_contradiction_is_refused():
     content["added_tokens"] = [entry for entry in content["added_tokens"] if entry["content"] != "</think>"]
     data = json.dumps(content).encode()
 
-    def load(token: int) -> FastTokenizer:
-        decoder = {str(token): {"content": "</think>", "special": False}, "422": {"content": "<|im_end|>"}}
-        return FastTokenizer(
-            {"tokenizer.json": data, "tokenizer_config.json": json.dumps({"added_tokens_decoder": decoder}).encode()}
-        )
+    def load(**ids: int) -> FastTokenizer:
+        settings = {"added_tokens_decoder": {str(i): {"content": f"</{name}>"} for name, i in ids.items()}}
+        return FastTokenizer({"tokenizer.json": data, "tokenizer_config.json": json.dumps(settings).encode()})
 
-    assert load(428).control_id("</think>") == 428
-    decoder = {"7": {"content": "<|im_end|>"}}
-    with pytest.raises(ConfigError, match="disagree on the id of '<|im_end|>'"):
-        FastTokenizer(
-            {"tokenizer.json": data, "tokenizer_config.json": json.dumps({"added_tokens_decoder": decoder}).encode()}
-        )
+    assert load(think=428, tool_call=424).control_id("</think>") == 428
+    with pytest.raises(ConfigError, match="no control token"):
+        load().control_id("</think>")
+    with pytest.raises(ConfigError, match="disagree on the id of '</tool_call>'"):
+        load(think=428, tool_call=7)
 
 
 def test_files_come_back_as_they_were(tmp_path):

@@ -63,7 +63,9 @@ class TemplateChat:
         self._source = tokenizer.template
         self._template = compile_template(self._source)
         self._tokens = tokenizer.control_tokens
-        names = sorted(filter(None, self._tokens), key=len, reverse=True)
+        names = sorted(self._tokens, key=len, reverse=True)
+        if len(names[-1]) < 2:
+            raise ConfigError(f"chat template: the control token {names[-1]!r} is too short to be told from text")
         self._pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._thinks = END_THINK in self._source
         reasons: list[str] = []
@@ -138,7 +140,7 @@ class TemplateChat:
         same = self.rerenders or whole(["\n"] * 3) == pieces(without)
         if self.thinking == "keep" and self._thinks and same:
             named = [f"{_THOUGHT}{i}" for i in range(3)]
-            same = whole(named) == pieces(named)
+            same = whole(named) == pieces(named) and all(name in whole(named) for name in named)
         if not same:
             raise _Unfit("it renders a history otherwise than turn by turn, so the policy would not see what it wrote")
 
@@ -187,15 +189,15 @@ class TemplateChat:
         whole = self._render([*called, self._result(text)], asking=True)
         return whole[whole.index(self._stop, whole.index(_CODE)) + len(self._stop) :]
 
-    # Encoding. Control tokens that a message spells are marked with a character that it lacks before the template sees
-    # them, so that only the template's own become ids.
+    # Encoding. Control tokens that a message spells are broken by a character that it lacks, before the template sees
+    # them: only the template's own become ids, and it takes no `</think>` of a message for a tag.
 
     def _mark(self, text: str, mark: str) -> str:
-        return re.sub(f"(?={self._pattern.pattern})", mark, text)
+        return re.sub(f"(?=({self._pattern.pattern}))(.)", rf"\g<2>{mark}", text, flags=re.DOTALL)
 
     def _ids(self, rendered: str, mark: str) -> list[int]:
         ids, end = [], 0
-        for found in re.finditer(f"(?<!{mark})(?:{self._pattern.pattern})", rendered):
+        for found in self._pattern.finditer(rendered):
             ids += self.tokenizer.encode(rendered[end : found.start()].replace(mark, ""))
             ids.append(self._tokens[found[0]])
             end = found.end()
