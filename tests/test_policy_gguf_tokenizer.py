@@ -53,13 +53,15 @@ def test_ids_are_those_of_the_tokenizer_it_was_made_of(name):
         assert chat.encode_prompt(case["system"], case["user"]) == case["prompt"]
 
 
-def test_the_files_are_a_tokenizer_that_others_load():
+@pytest.mark.parametrize("name", ["qwen3", "smollm2"])
+def test_the_files_are_a_tokenizer_that_others_load(name):
     import tokenizers
 
-    files = tokenizer_files(metadata("qwen3"))
+    files = tokenizer_files(metadata(name))
     other = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
     ids = other.encode("<|im_start|>user\nWhy?<|im_end|>", add_special_tokens=False).ids
     tokenizer = FastTokenizer(files)
+    assert {token: other.token_to_id(token) for token in tokenizer.control_tokens} == tokenizer.control_tokens
     assert ids[0] == tokenizer.control_id("<|im_start|>") and ids[-1] == tokenizer.control_id("<|im_end|>")
     assert other.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nWhy?<|im_end|>"
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|im_end|>"

@@ -71,12 +71,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
         for i, (name, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (2, _CONTROL, _USER)
     ]
-    names = {entry["content"] for entry in added}
-    vocabulary = {
-        name: i
-        for i, (name, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind != _UNUSED and name not in names
-    }
+    # Control tokens too: readers give an added token that the vocabulary lacks the next free id, not the one it names.
+    vocabulary = {name: i for i, (name, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
     split, normalizer = _SPLITS[pre]
     content = {
         "version": "1.0",
