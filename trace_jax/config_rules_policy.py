@@ -139,6 +139,9 @@ def check_policy(p: PolicyConfig) -> None:
     _refuse(not p.mixers, "`policy.mixers` is empty: name attention or delta")
     for name in p.mixers:
         _refuse(name not in MIXERS, f"`policy.mixers` has `{name}`: choose from {', '.join(MIXERS)}")
+    _refuse(
+        ATTENTION not in mixers(p), f"`policy.mixers` gives {p.layers} layers no attention: put it among the first ones"
+    )
     delta = DELTA in mixers(p)
     for name in _DELTA_SIZES:
         value = getattr(p, name)

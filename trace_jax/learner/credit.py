@@ -27,6 +27,7 @@ class Trajectory(Protocol):
     sample: int
     reward: float
     kept: Int[np.ndarray, "n k"] | None
+    experts: Int[np.ndarray, "n L e"] | None
 
     @property
     def truncated(self) -> bool:
@@ -163,7 +164,7 @@ def grpo_sequences(
         if not kept or not is_trained(t, config):
             continue
         tokens = advantage if token_advantages is None else token_advantages(t, advantage)
-        sequence = Sequence(t.ids, t.loss_mask, tokens, t.behaviour_logprobs(), kept=t.kept)
+        sequence = Sequence(t.ids, t.loss_mask, tokens, t.behaviour_logprobs(), kept=t.kept, experts=t.experts)
         if needed or np.any(np.where(t.loss_mask, tokens, 0.0)):
             sequences.append(sequence)
         else:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from trace_jax.policy.moe import load_figures
 
 MAXIMA = ("ratio_max", "mismatch_max")  # combined by maximum, everything else by sum
 
@@ -39,13 +42,15 @@ def combine(left: Mapping[str, Float[Array, ""]], right: Mapping[str, Float[Arra
     return {k: jnp.maximum(left[k], right[k]) if k in MAXIMA else left[k] + right[k] for k in right}
 
 
-def finish(sums: Mapping[str, float], loss_sum: float, denominator: float) -> dict[str, float]:
+def finish(sums: Mapping[str, Any], loss_sum: float, denominator: float) -> dict[str, float]:
     """Means over one optimizer step.
 
     `loss`; the names of `PER_TOKEN` that the objective has; `ratio_max`; those of `MISMATCH` (not for SFT); `tokens`:
     trained tokens; `filled_tokens`: tokens that are not padding; `padding_share`: share of computed positions that were
-    padding (wasted work).
+    padding (wasted work); of a mixture of experts the names of `policy.moe.load_figures`.
     """
+    load = load_figures(sums["experts"]) if "experts" in sums else {}
+    sums = {k: float(v) for k, v in sums.items() if k != "experts"}
     tokens = max(sums["tokens"], 1.0)
     out = {"loss": loss_sum / denominator if denominator else 0.0}
     out |= {name: sums[key] / tokens for key, name in PER_TOKEN.items() if key in sums}
@@ -56,7 +61,7 @@ def finish(sums: Mapping[str, float], loss_sum: float, denominator: float) -> di
         out["mismatch_gap"] = _share(sums["mismatch_gap"], count, empty=0.0)
         out["mismatch_kept"] = _share(sums["mismatch_kept"], sums["mismatch_total"])
         out["mismatch_ess"] = _share(sums["mismatch_weight"] ** 2, count * sums["mismatch_square"])
-    return out | {
+    return out | load | {
         "tokens": sums["tokens"],
         "filled_tokens": sums["filled"],
         "padding_share": 1.0 - sums["filled"] / sums["positions"],

@@ -31,6 +31,8 @@ class Sequence:
         weight: of this sequence in every aggregation.
         kept: ids that the sampler could have drawn in the place of each token, itself included; unused entries are -1.
             A token without any, and every token when there is no `kept`, is scored over the whole vocabulary.
+        experts: those of a mixture-of-experts policy that the sampler chose for each token in each of L layers, used
+            again by the learner; negative ones, and all when there is no `experts`, are chosen anew.
     """
 
     ids: Int[np.ndarray, " n"]
@@ -39,6 +41,7 @@ class Sequence:
     old_logprobs: Float[np.ndarray, " n"] | float = 0.0
     weight: float = 1.0
     kept: Int[np.ndarray, "n k"] | None = None
+    experts: Int[np.ndarray, "n L e"] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -58,6 +61,7 @@ class LearnerBatch:
         behaviour_logprobs: as sampled. `old_logprobs` are the same until `Learner.with_old` puts the learner's there.
         reference_logprobs: of the policy that the KL penalty pulls to; 0 when there is none.
         kept: see `Sequence`; None when no sampler left anything out, which costs nothing.
+        experts: see `Sequence`; None when no sequence has any.
     """
 
     ids: Int[Array, "rows time"]
@@ -70,6 +74,7 @@ class LearnerBatch:
     behaviour_logprobs: Float[Array, "rows time"]
     reference_logprobs: Float[Array, "rows time"]
     kept: Int[Array, "rows time k"] | None = None
+    experts: Int[Array, "rows time L e"] | None = None
 
 
 SHORTEST = 16  # row length, tokens
@@ -77,11 +82,13 @@ SHORTEST = 16  # row length, tokens
 _DTYPES = {"ids": np.int32, "positions": np.int32, "segments": np.int32, "loss_mask": bool}
 
 
-def empty_batch(row_length: int, rows: int, top_k: int = 0) -> LearnerBatch:
-    """A micro-batch of padding only, with room for `top_k` kept ids a token."""
+def empty_batch(row_length: int, rows: int, top_k: int = 0, experts: tuple[int, ...] | None = None) -> LearnerBatch:
+    """A micro-batch of padding only, with room for `top_k` kept ids and the experts (layers, number) of a token."""
     shape = (rows, row_length)
     streams = {f.name: np.zeros(shape, _DTYPES.get(f.name, np.float32)) for f in fields(LearnerBatch)}
-    return LearnerBatch(**streams | {"kept": np.full((*shape, top_k), -1, np.int32) if top_k else None})
+    streams["kept"] = np.full((*shape, top_k), -1, np.int32) if top_k else None
+    streams["experts"] = None if experts is None else np.full((*shape, *experts), -1, np.int16)
+    return LearnerBatch(**streams)
 
 
 def layout(lengths: Seq[int], row_length: int) -> list[tuple[int, int]]:
@@ -159,7 +166,8 @@ def pack_buckets(sequences: Seq[Sequence], config: BatchConfig, top_k: int = 0, 
     for i, s in enumerate(sequences):
         _check(i, s, top_k)
     planned = plan([len(s) for s in sequences], config, ways)
-    batches = [empty_batch(length, rows, top_k) for rows, length in planned.shapes]
+    experts = next((s.experts.shape[1:] for s in sequences if s.experts is not None), None)
+    batches = [empty_batch(length, rows, top_k, experts) for rows, length in planned.shapes]
     segments = [np.zeros(rows, np.int32) for rows, _ in planned.shapes]  # sequences in each row so far
     for i in sorted(range(len(sequences)), key=planned.places.__getitem__):
         s, (number, row, start) = sequences[i], planned.places[i]
@@ -174,6 +182,8 @@ def pack_buckets(sequences: Seq[Sequence], config: BatchConfig, top_k: int = 0, 
         batch.weights[at] = s.weight
         if s.kept is not None:
             batch.kept[at][:, : s.kept.shape[1]] = s.kept
+        if s.experts is not None:
+            batch.experts[at] = s.experts
     return batches
 
 
@@ -325,7 +335,7 @@ def _check(index: int, s: Sequence, top_k: int) -> None:
     n = len(s.ids)
     if n == 0:
         raise ValueError(f"sequence {index} is empty")
-    for name in ("loss_mask", "advantages", "old_logprobs", "kept"):
+    for name in ("loss_mask", "advantages", "old_logprobs", "kept", "experts"):
         value = np.asarray(getattr(s, name))
         if value.ndim and len(value) != n:
             raise ValueError(f"sequence {index}: {name} has {len(value)} entries for {n} tokens")

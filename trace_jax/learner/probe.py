@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from trace_jax.config import BatchConfig, ConfigError
 from trace_jax.learner import sharding
 from trace_jax.learner.packing import plan
+from trace_jax.policy import lora
 from trace_jax.policy.attention import Branches
 from trace_jax.policy.transformer import token_logprobs
 
@@ -77,12 +78,14 @@ ScoreFn = Callable[[Any, ProbeBatch], Float[Array, "rows time"]]
 
 
 def transformer_scores(graphdef: nnx.GraphDef, chunk: int = CHUNK) -> ScoreFn:
-    """`ScoreFn` of a `policy.Transformer` split by `nnx.split(model, nnx.Param)`, at temperature 1."""
+    """`ScoreFn` of a `policy.Transformer` split by `nnx.split(model, nnx.Param)`, or of adapters on it
+    (`lora.Frozen`), at temperature 1."""
 
     def scores(params, batch):
-        model, placement = nnx.merge(graphdef, params), sharding.placement()
+        base, adapters = lora.parts(params)
+        model, placement = nnx.merge(graphdef, base), sharding.placement()
         branches = Branches(batch.branch, batch.start)
-        hidden = model(batch.ids, batch.positions, batch.segments, placement, branches)
+        hidden = model(batch.ids, batch.positions, batch.segments, placement, branches, adapters)
         # a branch begins with the scaffold, so the token before a wanted one is always of its own branch
         targets, wanted = (jnp.roll(x, -1, axis=1) for x in (batch.ids, batch.wanted))
         scored, _ = token_logprobs(model, hidden, targets, 1.0, chunk, wanted=wanted, placement=placement)

@@ -30,11 +30,21 @@ RULES: Mapping[str, str | None] = {
     "head_dim": None,
     "mlp": "tensor",
     "experts": "expert",
+    "rank": None,
+    "": None,
 }
 ROWS = ("data", "fsdp")  # mesh axes over which the rows of a batch are split
 BATCH_SPEC = PartitionSpec(ROWS, None)  # [rows, time]
 # The same for arrays in a training pass, see `policy.placement`: weights are gathered over fsdp.
-IN_USE: Mapping[str, Any] = {**RULES, "embed": None, "rows": ROWS, "replica": "data", "split": "fsdp", "": None}
+IN_USE: Mapping[str, Any] = {
+    **RULES,
+    "embed": None,
+    "rows": ROWS,
+    "copies": (*ROWS, "expert"),
+    "replica": "data",
+    "split": "fsdp",
+    "": None,
+}
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,37 @@ class MeshPlacement(Placement):
     def stored(self, array, axes):
         return self._on(array, [RULES[a] for a in axes])
 
+    def over_experts(self, function, arrays, axes, out_axes):
+        stored = {**IN_USE, **RULES}
+
+        def shard(*arrays):
+            out = function(jax.lax.axis_index("expert"), *arrays)
+            return _by_axes(lambda names, array: _summed(array, [stored[a] for a in names]), out_axes, out)
+
+        takes = _by_axes(lambda names: PartitionSpec(*(IN_USE[a] for a in names)), axes)
+        gives = _by_axes(lambda names: PartitionSpec(*(stored[a] for a in names)), out_axes)
+        mapped = jax.shard_map(shard, mesh=self.mesh, in_specs=takes, out_specs=gives, check_vma=False)
+        return mapped(*arrays)
+
     def _on(self, array, entries):
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*entries)))
+
+
+def _by_axes(function, axes, *trees):
+    """A function of the logical axes of every array of a tree."""
+
+    def is_axes(node):
+        return isinstance(node, tuple) and all(isinstance(name, str) for name in node)
+
+    return jax.tree.map(function, axes, *trees, is_leaf=is_axes)
+
+
+def _summed(array, entries):
+    """Inside a shard: the sum over devices of an array of which each keeps the share that mesh axes give it."""
+    split = {axis for entry in entries if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+    if "fsdp" in entries:  # each device made all of it, of its rows
+        array = jax.lax.psum_scatter(array, "fsdp", scatter_dimension=entries.index("fsdp"), tiled=True)
+    return jax.lax.psum(array, tuple(axis for axis in MESH_AXES if axis not in split))
 
 
 def placement() -> Placement:

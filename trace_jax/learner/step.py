@@ -24,13 +24,15 @@ from trace_jax.learner import metrics as reporting
 from trace_jax.learner import sharding
 from trace_jax.learner.objectives import Objective
 from trace_jax.learner.packing import LearnerBatch
+from trace_jax.policy import lora
 from trace_jax.policy.transformer import token_logprobs
 
 CHUNK = 1024  # trained tokens of a device whose scores over the vocabulary exist at a time
 Params = Any  # any pytree of float arrays
 # (params, batch) -> log-prob of ids[t] given the tokens of its sequence before t (0 on its first token), and the
 # entropy of the distribution it was drawn from; both [rows, time], float32; outside `loss_mask` they may be anything.
-LogprobFn = Callable[[Params, LearnerBatch], tuple[Float[Array, "rows time"], Float[Array, "rows time"]]]
+# Of a mixture of experts also how many tokens each of them had, [layers, experts].
+LogprobFn = Callable[[Params, LearnerBatch], tuple[Float[Array, "..."], ...]]
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +52,8 @@ class TrainState:
 
 
 def transformer_logprobs(graphdef: nnx.GraphDef, temperature: float = 1.0, chunk: int = CHUNK) -> LogprobFn:
-    """`LogprobFn` of a `policy.Transformer` split by `nnx.split(model, nnx.Param)`; 0 outside `loss_mask`.
+    """`LogprobFn` of a `policy.Transformer` split by `nnx.split(model, nnx.Param)`, or of adapters on it
+    (`lora.Frozen`); 0 outside `loss_mask`.
 
     Args:
         temperature: the one the trajectories were sampled at, so that both sides mean the same distribution; of a
@@ -59,16 +62,21 @@ def transformer_logprobs(graphdef: nnx.GraphDef, temperature: float = 1.0, chunk
     """
 
     def logprob_fn(params, batch):
-        model, placement = nnx.merge(graphdef, params), sharding.placement()
-        hidden = model(batch.ids, batch.positions, batch.segments, placement)
+        base, adapters = lora.parts(params)
+        model, placement = nnx.merge(graphdef, base), sharding.placement()
+        experts = None if batch.experts is None else jnp.moveaxis(batch.experts.astype(jnp.int32), 2, 0)
+        passed = model.run(
+            batch.ids, batch.positions, batch.segments, placement, adapters=adapters, experts=experts
+        )
         before = jnp.pad(batch.segments[:, :-1], ((0, 0), (1, 0)))
         inside = batch.loss_mask & (batch.segments > 0) & (batch.segments == before)
         # the hidden state of token t predicts token t + 1: score the next id, then move the result to where that id is
         targets, kept, wanted = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1), (batch.ids, batch.kept, inside))
         scored = token_logprobs(
-            model, hidden, targets, temperature, kept=kept, wanted=wanted, chunk=chunk, placement=placement
+            model, passed.hidden, targets, temperature, kept=kept, wanted=wanted, chunk=chunk, placement=placement
         )
-        return tuple(jnp.roll(x, 1, axis=1) for x in scored)
+        load = () if passed.load is None else (passed.load,)
+        return (*(jnp.roll(x, 1, axis=1) for x in scored), *load)
 
     return logprob_fn
 
@@ -115,12 +123,16 @@ class Learner:
         total_steps: int,
         mesh: Mesh,
         axes: Any,
+        frozen: Any = None,
     ):
         """
         Args:
             total_steps: length of the schedule, optimizer steps.
             axes: tree of the parameters with the tuple of logical axis names of each (`transformer.logical_axes`).
+            frozen: arrays on the mesh that are used and never changed, as the base of adapters. `logprob_fn` is then
+                given the pair of parameters and these.
         """
+        self._frozen = frozen
         self.mesh = mesh
         self.axes = axes
         self._logprob_fn = logprob_fn
@@ -134,7 +146,8 @@ class Learner:
         )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._score = jax.jit(
-            lambda params, batch: self._on_mesh(logprob_fn)(params, batch)[0], out_shardings=self._replicated
+            lambda params, frozen, batch: self._on_mesh(logprob_fn)(_whole(params, frozen), batch)[0],
+            out_shardings=self._replicated,
         )
         self._programs: tuple[Any, Any, Any] | None = None
         self._mean = jax.jit(_mean)
@@ -188,7 +201,7 @@ class Learner:
         _, _, apply = self._programs
         state, results = apply(state, total, np.float32(denominator))
         report, loss, whole, rest = jax.device_get(results)
-        numbers = reporting.finish({k: float(v) for k, v in report.items()}, float(loss), float(whole))
+        numbers = reporting.finish(report, float(loss), float(whole))
         return state, numbers | {k: float(v) for k, v in rest.items()}
 
     def gradients(self, params: Params, batches: Sequence[LearnerBatch], denominator: float = 0.0) -> Params:
@@ -204,7 +217,7 @@ class Learner:
         """The accumulation of one micro-batch, for its memory, its collectives, its FLOPs: see `jax.stages`."""
         batch = sharding.place_batch(batch, self.mesh)
         zeros, accumulate, _ = self._programs or self._compile(params, batch)
-        return accumulate.lower(params, jax.eval_shape(zeros), batch)
+        return accumulate.lower(params, self._frozen, jax.eval_shape(zeros), batch)
 
     def logprobs(self, params: Params, batches: Sequence[LearnerBatch]) -> list[Float[np.ndarray, "rows time"]]:
         """Log-probs of every token of every micro-batch under some parameters; `packing.unpack` undoes the packing."""
@@ -217,7 +230,8 @@ class Learner:
         return [replace(b, old_logprobs=s) for b, s in zip(batches, scored, strict=True)]
 
     def with_reference(self, params: Params, batches: Sequence[LearnerBatch]) -> list[LearnerBatch]:
-        """The micro-batches with the log-probs the KL penalty compares to: those of a frozen policy (see `place`)."""
+        """The micro-batches with the log-probs the KL penalty compares to: those of a frozen policy (see `place`), or
+        of what adapters are trained on (None)."""
         scored = self._scored(params, batches)
         return [replace(b, reference_logprobs=s) for b, s in zip(batches, scored, strict=True)]
 
@@ -227,7 +241,7 @@ class Learner:
 
     def _scored(self, params, batches):
         """Log-probs of the trained tokens."""
-        return [np.asarray(self._score(params, sharding.place_batch(b, self.mesh))) for b in batches]
+        return [np.asarray(self._score(params, self._frozen, sharding.place_batch(b, self.mesh))) for b in batches]
 
     def _accumulated(self, params, batches):
         """Sums over micro-batches of gradients, losses, denominators and metrics."""
@@ -237,7 +251,7 @@ class Learner:
         for batch in batches:
             placed = sharding.place_batch(batch, self.mesh)
             zeros, accumulate, _ = self._programs or self._compile(params, placed)
-            total = accumulate(params, zeros() if total is None else total, placed)
+            total = accumulate(params, self._frozen, zeros() if total is None else total, placed)
         return total
 
     def _on_mesh(self, function):
@@ -251,17 +265,18 @@ class Learner:
 
     def _compile(self, params: Params, batch: LearnerBatch):
         @self._on_mesh
-        def gradient(params, batch):
+        def gradient(params, frozen, batch):
             def loss(params):
-                total, denominator, sums = self._objective(*self._logprob_fn(params, batch), batch)
-                return total, (denominator, sums)
+                logprobs, entropies, *load = self._logprob_fn(_whole(params, frozen), batch)
+                total, denominator, sums = self._objective(logprobs, entropies, batch)
+                return total, (denominator, sums | ({"experts": load[0]} if load else {}))
 
             (total, (denominator, sums)), grads = jax.value_and_grad(loss, has_aux=True)(params)
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
             return {"grads": grads, "loss": total, "denominator": denominator, "sums": sums}
 
-        def accumulate(params, total, batch):
-            new = gradient(params, batch)
+        def accumulate(params, frozen, total, batch):
+            new = gradient(params, frozen, batch)
             return {
                 "grads": jax.tree.map(jnp.add, total["grads"], new["grads"]),
                 "loss": total["loss"] + new["loss"],
@@ -287,17 +302,22 @@ class Learner:
             rest = {"grad_norm": norm, "learning_rate": rate, "skipped": 1.0 - good}
             return new, (total["sums"], total["loss"], denominator, rest)
 
-        shapes = jax.eval_shape(gradient, params, batch)
+        shapes = jax.eval_shape(gradient, params, self._frozen, batch)
         state_shardings = jax.tree.map(lambda a: a.sharding, self.state_like(params))
         total_shardings = jax.tree.map(lambda _: self._replicated, shapes)
         total_shardings["grads"] = state_shardings.params
         zeros = jax.jit(
             lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes), out_shardings=total_shardings
         )
-        accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=total_shardings)
+        accumulate = jax.jit(accumulate, donate_argnums=2, out_shardings=total_shardings)
         apply = jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings, self._replicated))
         self._programs = (zeros, accumulate, apply)
         return self._programs
+
+
+def _whole(params, frozen):
+    """What `logprob_fn` is given."""
+    return params if frozen is None else (params, frozen)
 
 
 def _mean(total, denominator):

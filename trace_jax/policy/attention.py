@@ -46,6 +46,16 @@ rotate.defvjp(
 )
 
 
+def rotate_part(
+    x: Float[Array, "B T n h"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+) -> Float[Array, "B T n h"]:
+    """`rotate` for the first 2 * half entries of every head; the others stay."""
+    turned = 2 * cos.shape[-1]
+    if turned == x.shape[-1]:
+        return rotate(x, cos, sin)
+    return jnp.concatenate([rotate(x[..., :turned], cos, sin), x[..., turned:]], axis=-1)
+
+
 class Branches(NamedTuple):
     """Continuations of a sequence that do not see each other, behind it in its row.
 

@@ -5,12 +5,17 @@ Axes: B rows of the batch, K key/value heads, n blocks of p positions each, h he
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from trace_jax.config import PolicyConfig
+from trace_jax.config_rules_policy import ATTENTION, DELTA, mixers
+from trace_jax.policy import delta_net
+from trace_jax.policy.delta_net import DeltaState
 
 
 @chex.dataclass(frozen=True)
@@ -29,6 +34,7 @@ class KVCache:
 
     k: tuple[Float[Array, "B K n h p"], ...]
     v: tuple[Float[Array, "B K n p h"], ...]
+    delta: tuple[DeltaState, ...] = ()  # of recurrent layers: after the last token that a row was fed, and no other
 
     @property
     def batch(self) -> int:
@@ -47,17 +53,21 @@ class KVCache:
 
     def take(self, rows: Int[Array, " r"]) -> KVCache:
         """The cache of some rows, in the order given; an index beyond the batch gives the last row."""
-        return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), self)
+        return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), self)  # rows are in front everywhere
 
     def put(self, rows: Int[Array, " r"], part: KVCache) -> KVCache:
         """Writes the rows of `part`, which may be shorter in time; an index beyond the batch writes nothing."""
         blocks = part.k[0].shape[2]
-        return jax.tree.map(lambda x, p: x.at[rows, :, :blocks].set(p, mode="drop"), self, part)
+        return self._with(
+            lambda x, p: x.at[rows, :, :blocks].set(p, mode="drop"),
+            lambda x, p: x.at[rows].set(p, mode="drop"),
+            part,
+        )
 
     def first(self, length: int) -> KVCache:
-        """The blocks of every row that hold its first `length` positions."""
+        """The blocks of every row that hold its first `length` positions; states of recurrent layers stay."""
         blocks = -(-length // self.block)
-        return jax.tree.map(lambda x: x[:, :, :blocks], self)
+        return self._with(lambda x: x[:, :, :blocks])
 
     def grow(self, length: int) -> KVCache:
         """The same rows with room for at least `length` positions, as many as now or more.
@@ -66,7 +76,15 @@ class KVCache:
         needed now and grown when the longest row fills it.
         """
         extra = -(-length // self.block) - self.k[0].shape[2]
-        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0), (0, 0))), self)
+        return self._with(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0), (0, 0))))
+
+    def _with(self, keyed: Callable, recurrent: Callable = lambda x: x, *others: KVCache) -> KVCache:
+        """Functions applied to keys and values, and to states of recurrent layers."""
+        changed = {
+            name: jax.tree.map(recurrent if name == "delta" else keyed, getattr(self, name), *(o[name] for o in others))
+            for name in ("k", "v", "delta")
+        }
+        return KVCache(**changed)
 
 
 def default_block() -> int:
@@ -75,12 +93,15 @@ def default_block() -> int:
 
 
 def new(cfg: PolicyConfig, batch: int, length: int, dtype: str = "float32", block: int | None = None) -> KVCache:
-    """An empty cache for `batch` rows of at least `length` tokens."""
+    """An empty cache for `batch` rows of at least `length` tokens; states of recurrent layers are float32 whatever
+    `dtype`: errors of rounding would add up in them."""
     block = block or default_block()
     blocks = -(-length // block)
     keys = (batch, cfg.kv_heads, blocks, cfg.head_dim, block)
     values = (batch, cfg.kv_heads, blocks, block, cfg.head_dim)
+    kinds = mixers(cfg)
     return KVCache(
-        k=tuple(jnp.zeros(keys, dtype) for _ in range(cfg.layers)),
-        v=tuple(jnp.zeros(values, dtype) for _ in range(cfg.layers)),
+        k=tuple(jnp.zeros(keys, dtype) for _ in range(kinds.count(ATTENTION))),
+        v=tuple(jnp.zeros(values, dtype) for _ in range(kinds.count(ATTENTION))),
+        delta=tuple(delta_net.new_state(cfg, batch, cfg.dtype) for _ in range(kinds.count(DELTA))),
     )

@@ -1,28 +1,32 @@
-"""The decoder: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
+"""The decoder of all policies; `PolicyConfig` chooses its blocks.
 
-`qk_norm=True` is the Qwen3 dense block (RMSNorm on every query and key head), `qk_norm=False` the Llama block.
+Every layer mixes tokens (grouped-query attention, or a gated delta net) and then works on each (SwiGLU, or a mixture of
+experts). The Llama block, Qwen3 (RMSNorm on every query and key head), Qwen3-MoE and Qwen3.5-MoE are settings of it.
 
-Axes: B rows, T tokens, D model width, H query heads, K key/value heads, h head width, V vocabulary, L layers.
-Weights of all layers are stacked on a leading `layers` axis; training applies them by one `jax.lax.scan`, so compile
-time does not grow with depth, decoding one by one, each to its own cache buffer. Head axes are stored flattened (H*h),
-which makes every projection one two-dimensional matmul.
+Axes: B rows, T tokens, D model width, V vocabulary, L layers, k experts of a token.
+Weights are stacked over layers; training applies them by one `jax.lax.scan` over what repeats, so compile time does not
+grow with depth, decoding one by one, each to its own cache buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from trace_jax.config import ConfigError, PolicyConfig
-from trace_jax.policy import attention, layers
+from trace_jax.config import PolicyConfig
+from trace_jax.config_rules_policy import ATTENTION, check_policy
+from trace_jax.policy import attention, layers, moe, parameters
 from trace_jax.policy import logprobs as scoring
+from trace_jax.policy.blocks import Block, Cached, Packed, feed_forward, offset
 from trace_jax.policy.cache import KVCache
+from trace_jax.policy.depth import Stack, each_layer, over_layers
+from trace_jax.policy.lora import Adapters
 from trace_jax.policy.placement import ANYWHERE, Placement
 
 # Layers up to which the training scan is unrolled: a loop stacks and zeroes every saved activation, which costs a tenth
@@ -36,55 +40,41 @@ REMAT: dict[str, Callable] = {
 }
 
 
-def _check(cfg: PolicyConfig) -> None:
-    if cfg.heads % cfg.kv_heads:
-        raise ConfigError(f"policy.heads {cfg.heads} is not a multiple of policy.kv_heads {cfg.kv_heads}: change one")
-    if cfg.head_dim % 2:
-        raise ConfigError(f"policy.head_dim {cfg.head_dim} is odd: rotary positions need an even head width")
-    if cfg.dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"policy.dtype {cfg.dtype!r} is unknown: use float32 or bfloat16")
-    if cfg.remat not in REMAT:
-        raise ConfigError(f"policy.remat {cfg.remat!r} is unknown: use one of {', '.join(REMAT)}")
+class Pass(NamedTuple):
+    """What a training pass gives.
+
+    Attributes:
+        hidden: hidden states.
+        load: how many tokens (padding left out) each expert of each layer had; None without experts.
+    """
+
+    hidden: Float[Array, "B T D"]
+    load: Float[Array, "L E"] | None
+
+
+class Decoded(NamedTuple):
+    """What a decoding call gives: hidden states, the new cache, the experts of every token (None without experts)."""
+
+    hidden: Float[Array, "n T D"]
+    cache: KVCache
+    experts: Int[Array, "L n T k"] | None
 
 
 class Transformer(nnx.Module):
-    """A causal decoder without host state; parameters are float32, `cfg.dtype` is the compute type."""
+    """A causal decoder without host state; `cfg.dtype` is the compute type."""
 
     def __init__(self, cfg: PolicyConfig, vocab_size: int, *, rngs: nnx.Rngs):
-        """Weights are drawn with standard deviation 1/sqrt(fan in), residual outputs scaled down by sqrt(2L).
+        """Parameters as `parameters.declare` says, in `cfg.param_dtype`.
 
         Raises:
             ConfigError: sizes that do not fit together.
         """
-        _check(cfg)
+        check_policy(cfg)
         self.cfg = cfg
         self.vocab_size = vocab_size
-        depth, width, mlp = cfg.layers, cfg.width, cfg.mlp_width
-        heads, kv_heads = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-        residual = (2 * depth) ** -0.5
-
-        def matrix(shape, axes, scale):
-            return nnx.Param(scale * jax.random.normal(rngs.params(), shape), logical_axes=axes)
-
-        def gain(shape, axes):
-            return nnx.Param(jnp.ones(shape), logical_axes=axes)
-
-        self.embedding = matrix((vocab_size, width), ("vocab", "embed"), width**-0.5)
-        self.attention_norm = gain((depth, width), ("layers", "embed"))
-        self.query = matrix((depth, width, heads), ("layers", "embed", "heads"), width**-0.5)
-        self.key = matrix((depth, width, kv_heads), ("layers", "embed", "kv_heads"), width**-0.5)
-        self.value = matrix((depth, width, kv_heads), ("layers", "embed", "kv_heads"), width**-0.5)
-        self.output = matrix((depth, heads, width), ("layers", "heads", "embed"), residual * heads**-0.5)
-        if cfg.qk_norm:
-            self.query_norm = gain((depth, cfg.head_dim), ("layers", "head_dim"))
-            self.key_norm = gain((depth, cfg.head_dim), ("layers", "head_dim"))
-        self.mlp_norm = gain((depth, width), ("layers", "embed"))
-        self.gate = matrix((depth, width, mlp), ("layers", "embed", "mlp"), width**-0.5)
-        self.up = matrix((depth, width, mlp), ("layers", "embed", "mlp"), width**-0.5)
-        self.down = matrix((depth, mlp, width), ("layers", "mlp", "embed"), residual * mlp**-0.5)
-        self.final_norm = gain((width,), ("embed",))
-        if not cfg.tie_embeddings:
-            self.head = matrix((width, vocab_size), ("embed", "vocab"), width**-0.5)
+        for name, declared in parameters.declare(cfg, vocab_size).items():
+            value = declared.make(rngs, declared.shape).astype(cfg.param_dtype)
+            setattr(self, name, nnx.Param(value, logical_axes=declared.axes))
 
     def __call__(
         self,
@@ -93,8 +83,22 @@ class Transformer(nnx.Module):
         segments: Int[Array, "B T"],
         placement: Placement = ANYWHERE,
         branches: attention.Branches | None = None,
+        adapters: Adapters | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states of packed rows for training: causal attention inside equal segment ids.
+        """Hidden states of packed rows for training, see `run`."""
+        return self.run(ids, positions, segments, placement, branches, adapters).hidden
+
+    def run(
+        self,
+        ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
+        placement: Placement = ANYWHERE,
+        branches: attention.Branches | None = None,
+        adapters: Adapters | None = None,
+        experts: Int[Array, "L B T k"] | None = None,
+    ) -> Pass:
+        """The training pass over packed rows: no token sees another segment, or a later token.
 
         Args:
             ids: token ids.
@@ -103,42 +107,37 @@ class Transformer(nnx.Module):
                 mean nothing).
             placement: of arrays on a mesh.
             branches: continuations from inside a sequence; their positions go on from where they begin.
+            adapters: low-rank changes of the weights; `chosen` is [B T].
+            experts: those that each token had when it was sampled, used again in place of the likeliest; a negative
+                one: not known.
         """
         cfg, (rows, time) = self.cfg, ids.shape
-        rope = attention.rope_table(positions, cfg.head_dim, cfg.rope_theta)
-        bias = attention.packed_bias(segments, positions, branches)
-        one_cpu = jax.default_backend() == "cpu" and placement is ANYWHERE
-        at_once = attention.rows_in_cache(rows, time, cfg.heads) if one_cpu else None
+        mixing = Packed(cfg, positions, segments, placement, branches)
+        wanted = (segments > 0).reshape(-1)
+        if adapters is not None and adapters.chosen is not None:
+            adapters = adapters._replace(chosen=adapters.chosen.reshape(-1))
 
-        def norm(x, weights, name):
-            gain = layers.in_use(weights[name], self._axes(name), placement)
-            return layers.normalise(x, gain, cfg.norm_eps)
-
-        def linear(x, weights, name):
-            return checkpoint_name(layers.linear(x, weights[name], self._axes(name), placement), "matmul")
-
-        def layer(x, weights):
-            h = norm(x, weights, "attention_norm")
-            q, k, v = (linear(h, weights, name) for name in ("query", "key", "value"))
-            q = q.reshape(rows, time, cfg.heads, cfg.head_dim)
-            k, v = (a.reshape(rows, time, cfg.kv_heads, cfg.head_dim) for a in (k, v))
-            if cfg.qk_norm:
-                q, k = norm(q, weights, "query_norm"), norm(k, weights, "key_norm")
-            q, k = attention.rotate(q, *rope), attention.rotate(k, *rope)
-            attended = attention.packed_attention(q, k, v, bias, at_once).reshape(rows * time, -1)
-            x = placement.used(x + linear(attended, weights, "output"), ("rows", ""))
-            h = norm(x, weights, "mlp_norm")
-            h = layers.gated(linear(h, weights, "gate"), linear(h, weights, "up"))
-            return placement.used(x + linear(h, weights, "down"), ("rows", "")), None
+        def layer(x, given, kind):
+            weights, pairs, chosen = given
+            block = Block(cfg, weights, self._layer_axes, placement, adapters, pairs)
+            h = block.norm(x, "attention_norm")
+            mixed = mixing.attention(block, h) if kind == ATTENTION else mixing.delta(block, h)
+            x = placement.used(x + mixed, ("rows", ""))
+            y, routes = feed_forward(block, block.norm(x, "mlp_norm"), chosen)
+            load = None if routes is None else moe.load(routes, wanted, cfg.experts)["experts"]
+            return placement.used(x + y, ("rows", "")), load
 
         x = layers.lookup(self.embedding[...], ids.reshape(-1), cfg.dtype, placement)
         x = placement.used(x, ("rows", ""))
+        chosen = None if experts is None else experts.reshape(cfg.layers, rows * time, -1)
         # Unrolled, XLA's CPU backend would merge what is computed again with what was computed first, and on a mesh
         # nothing would keep the gathered weights and the unsummed gradients of all layers from existing together.
         unroll = cfg.layers <= UNROLL and cfg.remat == "none" and placement is ANYWHERE
-        x, _ = jax.lax.scan(REMAT[cfg.remat](layer), x, self._layer_weights(), unroll=unroll)
+        x, load = over_layers(
+            REMAT[cfg.remat], layer, x, Stack(self._stacks(), adapters and adapters.pairs, chosen), cfg, unroll
+        )
         gain = layers.in_use(self.final_norm[...], ("embed",), placement)
-        return layers.normalise(x, gain, cfg.norm_eps).reshape(rows, time, -1)
+        return Pass(layers.normalise(x, offset(cfg, gain), cfg.norm_eps).reshape(rows, time, -1), load)
 
     def decode(
         self,
@@ -148,38 +147,37 @@ class Transformer(nnx.Module):
         cache: KVCache,
         attend: int | None = None,
         rows: Int[Array, " n"] | None = None,
-    ) -> tuple[Float[Array, "n T D"], KVCache]:
-        """Hidden states of the next tokens of each row; their keys and values are written at `positions`.
+        adapters: Adapters | None = None,
+    ) -> Decoded:
+        """Hidden states of the next tokens of each row, and what they add to the cache.
 
         Args:
             ids: one token a row (decoding) or a chunk (prefill).
-            positions: of each token in its row; contiguous in a chunk.
-            valid: False for a token that is not there: it writes nothing and its hidden state means nothing.
+            positions: of each token in its row; contiguous in a chunk. A chunk that begins at 0 begins the row anew.
+            valid: False for a token that is not there: it writes nothing and its hidden state means nothing. In a
+                chunk such tokens are at the end.
             cache: donate it to the jitted caller, then the writes happen in place.
             attend: static; queries look at the blocks of the first `attend` cache positions, so it must exceed every
                 valid position.
                 The default, the whole length, copies nothing (see `KVCache.grow`).
             rows: cache row of each row of the call, when the call covers only some of them or in another order.
+            adapters: `chosen` is [n].
         """
-        rope = attention.rope_table(positions, self.cfg.head_dim, self.cfg.rope_theta)
-        target = (jnp.arange(ids.shape[0]) if rows is None else rows)[:, None]
-        slots = jnp.where(valid, positions, cache.length)  # out of range: dropped
-        block, inside = slots // cache.block, slots % cache.block
-        seen = -(-(cache.length if attend is None else attend) // cache.block)  # blocks
-        x, keys, values = self._embed(ids), [], []
-        for index, (k_cache, v_cache) in enumerate(zip(cache.k, cache.v, strict=True)):
-            weights = {name: stacked[index] for name, stacked in self._layer_weights().items()}
-            q, k, v = self._project(x, weights, rope)
-            k = k_cache.at[target, :, block, :, inside].set(k.astype(k_cache.dtype), mode="drop")
-            v = v_cache.at[target, :, block, inside].set(v.astype(v_cache.dtype), mode="drop")
-            keys.append(k)
-            values.append(v)
-            k, v = k[:, :, :seen], v[:, :, :seen]
-            if rows is not None:
-                k, v = k.at[rows].get(mode="clip"), v.at[rows].get(mode="clip")
-            attended = attention.cache_attention(q, k, v, positions)
-            x = self._residual_mlp(self._residual_attention(x, attended, weights), weights)
-        return rms_norm(x, self.final_norm[...], self.cfg.norm_eps), KVCache(k=tuple(keys), v=tuple(values))
+        cfg, (count, time) = self.cfg, ids.shape
+        mixing = Cached(cfg, positions, valid, cache, attend, rows)
+        if adapters is not None and adapters.chosen is not None:
+            adapters = adapters._replace(chosen=jnp.repeat(adapters.chosen, time))
+        x, routes = self.embedding[...][ids.reshape(-1)].astype(cfg.dtype), []
+        for kind, (weights, pairs, _) in each_layer(Stack(self._stacks(), adapters and adapters.pairs, None), cfg):
+            block = Block(cfg, weights, self._layer_axes, ANYWHERE, adapters, pairs)
+            h = block.norm(x, "attention_norm")
+            x = x + (mixing.attention(block, h) if kind == ATTENTION else mixing.delta(block, h))
+            y, chosen = feed_forward(block, block.norm(x, "mlp_norm"), None)
+            x = x + y
+            routes.append(chosen)
+        hidden = layers.normalise(x, offset(cfg, self.final_norm[...]), cfg.norm_eps).reshape(count, time, -1)
+        experts = jnp.stack([r.experts for r in routes]).reshape(cfg.layers, count, time, -1) if cfg.experts else None
+        return Decoded(hidden, mixing.cache, experts)
 
     def logits(self, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
         """Scores of the next token, float32."""
@@ -192,45 +190,16 @@ class Transformer(nnx.Module):
         """The weights that turn hidden states into scores, one row for each id."""
         return self.embedding[...] if self.cfg.tie_embeddings else self.head[...].T
 
-    def _axes(self, name: str) -> tuple[str, ...]:
-        """Logical axes of one layer's share of a stacked parameter."""
-        return getattr(self, name).get_metadata("logical_axes")[1:]
+    @property
+    def _layer_axes(self) -> dict[str, tuple[str, ...]]:
+        """Logical axes of one layer's share of every stacked parameter."""
+        stacked = (name for group in parameters.names(self.cfg).values() for name in group)
+        return {name: getattr(self, name).get_metadata("logical_axes")[1:] for name in stacked}
 
-    def _embed(self, ids):
-        return self.embedding[...][ids].astype(self.cfg.dtype)
-
-    def _layer_weights(self) -> dict[str, Array]:
-        names = ["attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down"]
-        if self.cfg.qk_norm:
-            names += ["query_norm", "key_norm"]
-        return {name: getattr(self, name)[...] for name in names}
-
-    def _project(self, x, weights, rope):
-        cfg, (rows, time, _) = self.cfg, x.shape
-        h = rms_norm(x, weights["attention_norm"], cfg.norm_eps).reshape(rows * time, -1)
-        q = _matmul(h, weights["query"]).reshape(rows, time, cfg.heads, cfg.head_dim)
-        k = _matmul(h, weights["key"]).reshape(rows, time, cfg.kv_heads, cfg.head_dim)
-        v = _matmul(h, weights["value"]).reshape(rows, time, cfg.kv_heads, cfg.head_dim)
-        if cfg.qk_norm:
-            q = rms_norm(q, weights["query_norm"], cfg.norm_eps)
-            k = rms_norm(k, weights["key_norm"], cfg.norm_eps)
-        return attention.rotate(q, *rope), attention.rotate(k, *rope), v
-
-    def _residual_attention(self, x, attended, weights):
-        flat = attended.reshape(x.shape[0] * x.shape[1], -1)
-        return x + _matmul(flat, weights["output"]).reshape(x.shape)
-
-    def _residual_mlp(self, x, weights):
-        h = rms_norm(x, weights["mlp_norm"], self.cfg.norm_eps).reshape(-1, x.shape[-1])
-        h = jax.nn.silu(_matmul(h, weights["gate"])) * _matmul(h, weights["up"])
-        return x + _matmul(h, weights["down"]).reshape(x.shape)
-
-
-def rms_norm(x: Float[Array, "*n d"], gain: Float[Array, " d"], eps: float) -> Float[Array, "*n d"]:
-    """Root-mean-square normalisation (arXiv 1910.07467), statistics in float32."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale * gain).astype(x.dtype)
+    def _stacks(self) -> dict[str, dict[str, Array]]:
+        """Stacked parameters by the layers that have them."""
+        groups = parameters.names(self.cfg).items()
+        return {kind: {name: getattr(self, name)[...] for name in names} for kind, names in groups}
 
 
 def logical_axes(model: Transformer) -> nnx.State:
@@ -269,6 +238,3 @@ def token_logprobs(
     """
     return scoring.logprobs(hidden, model.output_matrix(), targets, kept, wanted, temperature, chunk, placement)
 
-
-def _matmul(x: Float[Array, "n a"], weight: Float[Array, "a b"]) -> Float[Array, "n b"]:
-    return jnp.dot(x, weight.astype(x.dtype))

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from trace_jax.config import ConfigError, RolloutConfig
+from trace_jax.config_rules_policy import DELTA, mixers
 from trace_jax.policy.cache import default_block
 from trace_jax.policy.transformer import Transformer
 from trace_jax.rollout.generator import Deliver
@@ -104,6 +105,9 @@ class Engine:
                 f"rollout.context {config.context} exceeds policy.max_length {model.cfg.max_length}; lower the first"
             )
         structure, params = nnx.split(model)
+        policy = model.cfg
+        experts = (policy.layers, policy.experts_per_token) if config.replay_routes else None
+        recurrent = DELTA in mixers(policy)
         shapes = chunks()
         layout = None if mesh is None or specs is None else specs(mesh)
         places = [Place(jax.local_devices()[0])] if mesh is None else lane_places(mesh, layout, model.cfg.kv_heads)
@@ -114,7 +118,7 @@ class Engine:
         most = CPU_GROUP if jax.default_backend() == "cpu" else max(shares)
         # One size for all groups, whatever their lane's share: the shape must not depend on the lane.
         self._group = -(-max(shares) // -(-max(shares) // most))
-        self._programs = Programs(structure, stop_id, min(config.decode_steps, config.max_turn_tokens))
+        self._programs = Programs(structure, stop_id, min(config.decode_steps, config.max_turn_tokens), config.replay_routes)
         self._context, self._slots, self._swaps = config.context, config.slots, 0
         self._shapes = shapes
         self._lanes = [
@@ -122,7 +126,7 @@ class Engine:
                 self._programs,
                 model.cfg,
                 config,
-                Slots(share, self._group, config.context, shapes[0].width),
+                Slots(share, self._group, config.context, shapes[0].width, recurrent, experts),
                 place,
                 shapes,
                 reuse,
@@ -137,7 +141,8 @@ class Engine:
         self._swaps = 0
 
     def set_params(self, params: nnx.State, version: int, *, copy: bool = False) -> None:
-        """Parameters for everything sampled from now on (`nnx.state(model, nnx.Param)`); `version` labels the turns.
+        """Parameters for everything sampled from now on (`nnx.state(model, nnx.Param)`, or adapters on them as
+        `policy.lora.Frozen` says); `version` labels the turns.
 
         Takes effect between two device calls, also in the middle of a collection and of a turn: nothing is drained.
         What a row's cache holds of older parameters is fed anew before its next turn, or kept (`rollout.stale_cache`);
@@ -184,7 +189,7 @@ class Engine:
         for lane in self._lanes:
             lane.begin(sampling, deliver)
 
-    def start(self, row: int, prompt: Int[np.ndarray, " n"], seed: int, limit: int) -> None:
+    def start(self, row: int, prompt: Int[np.ndarray, " n"], seed: int, limit: int, adapter: int = 0) -> None:
         """See `Generator.start`. A prompt that another row has, or begins with, is not fed again as far as they agree.
 
         Raises:
@@ -208,7 +213,7 @@ class Engine:
         self._lane_of[row] = index
         self._free[index] -= 1
         lane = self._lanes[index]
-        lane.order(partial(lane.start, row, prompt, int(seed), int(limit)))
+        lane.order(partial(lane.start, row, prompt, int(seed), int(limit), int(adapter)))
 
     def resume(self, row: int, ids: Int[np.ndarray, " n"], limit: int) -> None:
         """See `Generator.resume`."""

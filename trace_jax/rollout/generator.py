@@ -25,6 +25,8 @@ class SampledTurn:
       stale: whether a token attended to keys and values of older parameters than those that drew it. Its
         log-probabilities are those it was drawn with, but no single version of the policy reproduces them.
       kept: ids that could have been drawn at each position, -1 where fewer than k; None when nothing was left out.
+      experts: those that each token of the whole row so far was given, but the last, which nothing has been computed
+        from yet; None unless `rollout.replay_routes`. L: layers, e: experts of a token.
     """
 
     row: int
@@ -34,6 +36,7 @@ class SampledTurn:
     version: int
     stale: bool = False
     kept: Int[np.ndarray, "W k"] | None = None
+    experts: Int[np.ndarray, "n L e"] | None = None
 
 
 Deliver = Callable[[SampledTurn | BaseException], None]
@@ -57,9 +60,10 @@ class Generator(Protocol):
         """Forgets every row and delivers turns to `deliver` from now on."""
         ...
 
-    def start(self, row: int, prompt: Int[np.ndarray, " n"], seed: int, limit: int) -> None:
+    def start(self, row: int, prompt: Int[np.ndarray, " n"], seed: int, limit: int, adapter: int = 0) -> None:
         """A new row, whose first turn of at most `limit` tokens is sampled. `seed` (64 bits) and the position of a
-        token decide what is drawn, whoever else is sampled at the time."""
+        token decide what is drawn, whoever else is sampled at the time. `adapter`: which of those resident it has, -1:
+        none; without adapters it says nothing."""
         ...
 
     def resume(self, row: int, ids: Int[np.ndarray, " n"], limit: int) -> None:

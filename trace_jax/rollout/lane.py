@@ -114,11 +114,10 @@ class Lane:
 
     # What orders do, in the lane's thread
 
-    def start(self, name: int, prompt: np.ndarray, seed: int, limit: int) -> None:
+    def start(self, name: int, prompt: np.ndarray, seed: int, limit: int, adapter: int) -> None:
         """Places a new row."""
-        row, kept = self._slots.put(
-            name, (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF), prompt, 0, self.weights[1], self._reuse
-        )
+        words = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
+        row, kept = self._slots.put(name, words, prompt, 0, self.weights[1], self._reuse, adapter)
         self.stats.shared_tokens += kept
         self._rows[name] = row
         self._ask(row, limit)
@@ -270,14 +269,18 @@ class Lane:
         self._room(group, max(int(slots.fed[row.slot]) + min(shape.width, slots.left(row)) for row in rows))
         ids = np.zeros((shape.rows, shape.width), np.int32)
         starts, counts = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
-        at = np.full(shape.rows, slots.size, np.int32)
+        at, adapter = np.full(shape.rows, slots.size, np.int32), _zeros(shape.rows)
         params, version = self.weights
         for i, row in enumerate(rows):
             starts[i], counts[i] = slots.fed[row.slot], min(shape.width, slots.left(row))
             ids[i, : counts[i]] = slots.ids[row.slot, starts[i] : starts[i] + counts[i]]
-            at[i] = row.slot % slots.size
-        group.cache = self._programs.prefill(params, group.cache, ids, starts, counts, at, heads=self.place.heads)
-        for row, count in zip(rows, counts, strict=False):
+            at[i], adapter[i] = row.slot % slots.size, row.adapter
+        group.cache, experts = self._programs.prefill(
+            params, group.cache, ids, starts, counts, at, adapter, heads=self.place.heads
+        )
+        for i, (row, count) in enumerate(zip(rows, counts, strict=False)):
+            if experts is not None:
+                slots.record(row, np.asarray(experts)[:, i, :count])
             if slots.fed[row.slot] == 0:
                 slots.oldest[row.slot] = version
             slots.fed[row.slot] += count
@@ -306,6 +309,8 @@ class Lane:
                 else:
                     group.cache = self._programs.copy_across(group.cache, source.cache, sources, targets)
             for row in rows:
+                if slots.experts is not None:
+                    slots.experts[row.slot, : row.source[1]] = slots.experts[row.source[0], : row.source[1]]
                 slots.fed[row.slot] = row.source[1]
                 slots.oldest[row.slot] = slots.oldest[row.source[0]]
                 self.stats.shared_tokens += row.source[1]
@@ -326,16 +331,17 @@ class Lane:
         self._room(group, max(int(slots.fed[row.slot]) for row in rows) + ahead)
         at = [row.slot % slots.size for row in rows]
         fed = slots.fed[[row.slot for row in rows]]
-        state = State(token=_zeros(slots.size), position=_zeros(slots.size), left=_zeros(slots.size))
+        state = State(**{name: _zeros(slots.size) for name in ("token", "position", "left", "adapter")})
         state.token[at] = [slots.ids[row.slot, n] for row, n in zip(rows, fed, strict=True)]
         state.position[at], state.left[at] = fed, [row.limit for row in rows]
+        state.adapter[at] = [row.adapter for row in rows]
         seeds = np.zeros((slots.size, 2), np.uint32)
         seeds[at] = [row.seed for row in rows]
         going = len(rows) - max(1, len(rows) // QUIT_SHARE)
         group.cache, *results = self._programs.decode(
             params, group.cache, state, seeds, going, self._sampling, self.place.heads
         )
-        ids, logprobs, kept, counts, stopped, steps = jax.device_get(results)
+        ids, logprobs, kept, experts, counts, stopped, steps = jax.device_get(results)
         ended = []
         for row, i in zip(rows, at, strict=True):
             n = int(counts[i])
@@ -345,6 +351,8 @@ class Lane:
             row.stale |= bool(slots.oldest[row.slot] < version)
             row.version = version if row.version is None else min(row.version, version)
             row.limit -= n
+            if experts is not None:
+                slots.record(row, experts[:, i, :n])
             slots.extend(row, ids[i, :n])
             slots.fed[row.slot] += n
             slots.oldest[row.slot] = min(slots.oldest[row.slot], version)
@@ -372,6 +380,7 @@ class Lane:
             version=self.weights[1] if row.version is None else row.version,
             stale=row.stale,
             kept=None if kept[0] is None else np.concatenate(kept),
+            experts=None if self._slots.experts is None else self._slots.experts[row.slot, : self._slots.fed[row.slot]].copy(),
         )
         row.drawn = []
         self._deliver(turn)

@@ -23,11 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, UInt32
 
 from trace_jax.policy import cache as kv_cache
+from trace_jax.policy import lora
 from trace_jax.policy.cache import KVCache
+from trace_jax.policy.delta_net import DeltaState
 from trace_jax.rollout.sampling import Knobs, Sampling, draw, token_keys
 
 SMALLEST_LENGTH = 128
@@ -77,25 +79,29 @@ def fit(sizes: Sequence[int], wanted: int) -> int:
 
 @chex.dataclass(frozen=True)
 class State:
-    """Decoding state of a group: the token to feed, its position, and how many tokens may still be drawn (0: idle)."""
+    """Decoding state of a group: the token to feed, its position, how many tokens may still be drawn (0: idle), and
+    the adapter of the row (-1: none; without adapters it says nothing)."""
 
     token: Int[Array, " B"]
     position: Int[Array, " B"]
     left: Int[Array, " B"]
+    adapter: Int[Array, " B"]
 
 
 class Programs:
     """The jitted functions that all lanes share. Arguments decide where a call runs: parameters and cache of a lane lie
     on its own devices."""
 
-    def __init__(self, structure: nnx.GraphDef, stop_id: int, steps: int):
+    def __init__(self, structure: nnx.GraphDef, stop_id: int, steps: int, routes: bool = False):
         """
         Args:
           structure: of the policy.
           stop_id: the token that ends a turn.
           steps: most tokens a decoding call draws for a row.
+          routes: report the experts of every token.
         """
         self._structure = structure
+        self._routes = routes
         self._stop = stop_id
         self._steps = steps
         self._decode = jax.jit(
@@ -119,7 +125,8 @@ class Programs:
         the cache.
 
         Returns:
-          cache, ids [B W], logprobs [B W], kept [B W k] or None, drawn [B], stopped [B], steps made.
+          cache, ids [B W], logprobs [B W], kept [B W k] or None, experts of the tokens fed [L B W e] or None, drawn
+          [B], stopped [B], steps made.
         """
         return self._decode(
             params, cache, state, seeds, np.int32(going), sampling.knobs, heads=heads, **sampling.static
@@ -133,13 +140,16 @@ class Programs:
         starts: Int[Array, " R"],
         counts: Int[Array, " R"],
         slots: Int[Array, " R"],
+        adapter: Int[Array, " R"],
         *,
         heads: NamedSharding | None,
-    ) -> KVCache:
+    ) -> tuple[KVCache, Int[Array, "L R T e"] | None]:
         offsets = jnp.arange(ids.shape[1])[None]
-        model = nnx.merge(self._structure, params)
-        new = model.decode(ids, starts[:, None] + offsets, offsets < counts[:, None], cache, rows=slots)[1]
-        return _constrained(new, heads)
+        base, adapters = lora.parts(params, adapter)
+        model = nnx.merge(self._structure, base)
+        valid = offsets < counts[:, None]
+        done = model.decode(ids, starts[:, None] + offsets, valid, cache, rows=slots, adapters=adapters)
+        return _constrained(done.cache, heads), done.experts if self._routes else None
 
     def _decode_loop(
         self,
@@ -155,7 +165,8 @@ class Programs:
         truncate: bool,
         heads: NamedSharding | None,
     ):
-        model = nnx.merge(self._structure, params)
+        base, adapters = lora.parts(params, state.adapter)
+        model = nnx.merge(self._structure, base)
         shape = (cache.batch, self._steps)
         pick = partial(draw, greedy=greedy, top_k=top_k, truncate=truncate)
 
@@ -166,40 +177,55 @@ class Programs:
             return (jnp.sum(active) > going) & room & (step < self._steps)
 
         def body(carry):
-            step, cache, state, ids, logprobs, kept, stopped = carry
+            step, cache, state, ids, logprobs, kept, experts, stopped = carry
             active = state.left > 0
-            hidden, cache = model.decode(state.token[:, None], state.position[:, None], active[:, None], cache)
+            hidden, cache, routes = model.decode(
+                state.token[:, None], state.position[:, None], active[:, None], cache, adapters=adapters
+            )
             position = state.position + 1
             token, logprob, could = pick(token_keys(seeds, position), model.logits(hidden[:, 0]), knobs)
             ids = jax.lax.dynamic_update_slice(ids, token[:, None], (0, step))
             logprobs = jax.lax.dynamic_update_slice(logprobs, logprob[:, None], (0, step))
             if could is not None:
                 kept = jax.lax.dynamic_update_slice(kept, could[:, None], (0, step, 0))
+            if experts is not None:
+                experts = jax.lax.dynamic_update_slice(experts, routes.astype(experts.dtype), (0, 0, step, 0))
             stop = active & (token == self._stop)
             state = State(
+                adapter=state.adapter,
                 token=jnp.where(active, token, state.token),
                 position=jnp.where(active, position, state.position),
                 left=jnp.where(stop, 0, state.left - active),
             )
-            return step + 1, _constrained(cache, heads), state, ids, logprobs, kept, stopped | stop
+            return step + 1, _constrained(cache, heads), state, ids, logprobs, kept, experts, stopped | stop
 
         kept = jnp.full((*shape, top_k), -1, jnp.int32) if top_k and not greedy else None
+        policy = model.cfg
+        experts = jnp.full((policy.layers, *shape, policy.experts_per_token), -1, jnp.int16) if self._routes else None
         begin = (
             jnp.zeros((), jnp.int32), cache, state, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept,
-            jnp.zeros(shape[0], bool),
+            experts, jnp.zeros(shape[0], bool),
         )  # fmt: skip
-        steps, cache, end, ids, logprobs, kept, stopped = jax.lax.while_loop(proceed, body, begin)
-        return cache, ids, logprobs, kept, end.position - state.position, stopped, steps
+        steps, cache, end, ids, logprobs, kept, experts, stopped = jax.lax.while_loop(proceed, body, begin)
+        return cache, ids, logprobs, kept, experts, end.position - state.position, stopped, steps
 
 
 def new_cache(policy, batch: int, length: int, dtype: str, heads: NamedSharding | None, device) -> KVCache:
     """An empty cache on a device, or with its heads split over the devices of a mesh."""
     cache = kv_cache.new(policy, batch, length, dtype)
-    return jax.device_put(cache, device if heads is None else heads)
+    return jax.device_put(cache, device if heads is None else _shardings(cache, heads))
 
 
 def _constrained(cache: KVCache, heads: NamedSharding | None) -> KVCache:
-    return cache if heads is None else jax.lax.with_sharding_constraint(cache, heads)
+    return cache if heads is None else jax.lax.with_sharding_constraint(cache, _shardings(cache, heads))
+
+
+def _shardings(cache: KVCache, heads: NamedSharding) -> KVCache:
+    """Keys, values and the states of delta layers are split by heads; what their convolutions look back on is small
+    and whole everywhere."""
+    whole = NamedSharding(heads.mesh, PartitionSpec())
+    delta = tuple(DeltaState(conv=whole, rule=heads) for _ in cache.delta)
+    return KVCache(k=(heads,) * len(cache.k), v=(heads,) * len(cache.v), delta=delta)
 
 
 def _copy_within(cache: KVCache, sources: Int[Array, " R"], targets: Int[Array, " R"]) -> KVCache:

@@ -73,6 +73,7 @@ class Row:
     versions: list[int] = field(default_factory=list)
     stale: list[bool] = field(default_factory=list)
     pieces: list[_Piece] = field(default_factory=list)
+    experts: Int[np.ndarray, "n L e"] | None = None
 
     def prompt(self, ids: Int[np.ndarray, " n"]) -> None:
         """Sets the first ids."""
@@ -85,6 +86,7 @@ class Row:
         self._append(_Piece(ids, len(self.versions), logprobs, kept))
         self.versions.append(int(sampled.version))
         self.stale.append(bool(sampled.stale))
+        self.experts = sampled.experts
 
     def observation(self, ids: Int[np.ndarray, " n"]) -> None:
         """Appends what the tool answered to the last turn."""
@@ -130,7 +132,15 @@ class Row:
             labels=dict(self.task.labels),
             stale=tuple(self.stale),
             kept=self._kept(),
+            experts=self._experts(),
         )
+
+    def _experts(self) -> Int[np.ndarray, "N L e"] | None:
+        if self.experts is None:
+            return None
+        known = len(self.experts)
+        rest = np.full((self.length - known, *self.experts.shape[1:]), -1, self.experts.dtype)
+        return np.concatenate([self.experts, rest])
 
     def _kept(self) -> Int[np.ndarray, "N k"] | None:
         width = max((piece.kept.shape[1] for piece in self.pieces if piece.kept is not None), default=0)

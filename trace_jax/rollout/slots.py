@@ -31,6 +31,7 @@ class Row:
     source: tuple[int, int] | None = None  # slot, and tokens to copy from it once they are there
     version: int | None = None  # oldest that drew a token of the turn
     stale: bool = False  # a token of the turn attended to keys of older parameters
+    adapter: int = 0  # whose keys and values its cache holds
     drawn: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]] = field(default_factory=list)  # ids, logprobs, kept
 
 
@@ -46,14 +47,28 @@ class Group:
 class Slots:
     """The slots of a lane. Slot s is row s % size of group s // size."""
 
-    def __init__(self, count: int, size: int, context: int, widest: int):
+    def __init__(
+        self,
+        count: int,
+        size: int,
+        context: int,
+        widest: int,
+        recurrent: bool = False,
+        experts: tuple[int, int] | None = None,
+    ):
         """
         Args:
           count: slots. size: slots of a group.
           context: longest row.
           widest: widest prefill chunk: a prefix is shared in multiples of it, so that the rest is fed in the same
             pieces, and therefore rounded alike, as without sharing.
+          recurrent: the policy has states of which only the newest exists: a prefix can be shared as long as its
+            owner was fed nothing more.
+          experts: layers, and experts of a token, whose record is kept.
         """
+        self._recurrent = recurrent
+        self.experts = None if experts is None else np.full((count, context + 1, *experts), -1, np.int16)
+        self._adapter = np.full(count, -2, np.int64)
         self.size, self._widest = size, widest
         self.groups = [Group(g) for g in range(-(-count // size))]
         self.rows: list[Row | None] = [None] * count
@@ -82,7 +97,14 @@ class Slots:
         return [row for row in self.rows[start : start + self.size] if row is not None]
 
     def put(
-        self, name: int, seed: tuple[int, int], prompt: Int[np.ndarray, " n"], limit: int, version: int, share: bool
+        self,
+        name: int,
+        seed: tuple[int, int],
+        prompt: Int[np.ndarray, " n"],
+        limit: int,
+        version: int,
+        share: bool,
+        adapter: int = 0,
     ) -> tuple[Row, int]:
         """Places a new row in a free slot; with `share`, next to what its prompt has in common with another.
 
@@ -90,11 +112,11 @@ class Slots:
           The row, and how many of its tokens need no prefill because the slot it got holds them already. What lies in
           another slot is named in `Row.source`.
         """
-        other, common = self._longest_match(prompt, version) if share else (None, 0)
+        other, common = self._longest_match(prompt, version, adapter) if share else (None, 0)
         slot, kept = self._free(), 0
         if common and self.rows[other] is None:  # its old place, nothing to copy
             slot, kept = other, min(common, int(self.fed[other]))
-        row = Row(name, seed, slot, len(prompt), limit=limit)
+        row = Row(name, seed, slot, len(prompt), limit=limit, adapter=adapter)
         if common and not kept:
             before = self.rows[other].source
             # A row that waits for a copy itself has nothing to copy from: both take it from the same place.
@@ -102,7 +124,7 @@ class Slots:
         self.rows[slot] = row
         self.ids[slot, : len(prompt)] = prompt
         self.length[slot] = self._prompt[slot] = len(prompt)
-        self.fed[slot], self.oldest[slot] = kept, version
+        self.fed[slot], self.oldest[slot], self._adapter[slot] = kept, version, adapter
         self._taken[slot] = self._taken.max() + 1
         return row, kept
 
@@ -115,6 +137,11 @@ class Slots:
         end = int(self.length[row.slot]) + len(ids)
         self.ids[row.slot, self.length[row.slot] : end] = ids
         self.length[row.slot] = end
+
+    def record(self, row: Row, experts: Int[np.ndarray, "L n e"]) -> None:
+        """Keeps the experts of a row's next tokens, those that are being fed."""
+        start = int(self.fed[row.slot])
+        self.experts[row.slot, start : start + experts.shape[1]] = experts.transpose(1, 0, 2)
 
     def left(self, row: Row) -> int:
         """Tokens that prefill has to feed before the row can be sampled."""
@@ -129,15 +156,17 @@ class Slots:
             return None
         if not np.array_equal(self.ids[slot, :common], self.ids[row.slot, :common]):
             return None
+        if self._adapter[slot] != row.adapter or (self._recurrent and self.fed[slot] > common):
+            return None
         if self.fed[slot] >= common:
             return True
         return False if self.rows[slot] is not None else None
 
-    def _longest_match(self, prompt: np.ndarray, version: int) -> tuple[int | None, int]:
+    def _longest_match(self, prompt: np.ndarray, version: int, adapter: int) -> tuple[int | None, int]:
         """The slot whose ids begin most like the prompt, and how many tokens can be shared with it: all but the last
         of an equal prompt, or a multiple of the widest chunk."""
         n = len(prompt)
-        usable = (self.oldest == version) & (self.length > 0)
+        usable = (self.oldest == version) & (self.length > 0) & (self._adapter == adapter)
         width = min(n, self.ids.shape[1])
         differs = self.ids[:, :width] != prompt[:width]
         same = np.where(differs.any(1), differs.argmax(1), width)
@@ -147,6 +176,8 @@ class Slots:
         same = np.where(free, np.minimum(same, self.fed), same)
         equal = (self._prompt == n) & (same >= n - 1) & (n > 1)
         shared = np.where(equal, n - 1, np.minimum(same, n - 1) // self._widest * self._widest)
+        if self._recurrent:
+            shared = np.where(self.fed > shared, 0, shared)
         best = int(np.argmax(shared * 2 + free))  # of equals a free slot: nothing to copy
         return (best, int(shared[best])) if shared[best] > 0 else (None, 0)
 

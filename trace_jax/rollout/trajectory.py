@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int16, Int32
 
 from trace_jax.config import ConfigError
 
@@ -54,6 +54,8 @@ class Trajectory:
         each of them (`learner.turn_credit`); empty where nobody asked.
       kept: ids that could have been drawn for each sampled id, itself included, -1 where fewer than k; -1 where
         `loss_mask` is false; None when nothing was left out.
+      experts: those that each token had in each layer when it was fed (`rollout.replay_routes`), -1 where it was not;
+        None when nobody recorded them.
     """
 
     ids: Int32[np.ndarray, " N"]
@@ -74,10 +76,11 @@ class Trajectory:
     stale: tuple[bool, ...] = ()
     probes: tuple[float, ...] = ()
     kept: Int32[np.ndarray, "N k"] | None = None
+    experts: Int16[np.ndarray, "N L e"] | None = None
 
     def __post_init__(self):
         lengths = {len(self.ids), len(self.loss_mask), len(self.logprobs), len(self.turn_index)}
-        lengths |= {len(self.ids if self.kept is None else self.kept)}
+        lengths |= {len(self.ids if x is None else x) for x in (self.kept, self.experts)}
         if len(lengths) != 1:
             raise ValueError(f"token streams of a trajectory differ in length: {sorted(lengths)}")
         if self.stale and len(self.stale) != len(self.versions):
@@ -139,9 +142,11 @@ _SCHEMA = pa.schema(
         ("stale", pa.list_(pa.bool_())),
         ("probes", pa.list_(pa.float64())),
         ("kept", pa.list_(pa.int32())),  # k ids for the first token, then for the second, ...
+        ("experts", pa.list_(pa.int16())),  # of the first token layer by layer, then of the second, ...
+        ("expert_layers", pa.int32()),
     ]
 )
-_LATER = ("stale", "kept", "probes")  # columns that files of earlier versions lack
+_LATER = ("stale", "kept", "probes", "experts", "expert_layers")  # columns that files of earlier versions lack
 
 
 def _jsonable(value: Any) -> Any:
@@ -183,6 +188,8 @@ def to_table(trajectories: Iterable[Trajectory], step: int = 0) -> pa.Table:
                 "stale": list(t.stale),
                 "probes": list(t.probes),
                 "kept": None if t.kept is None else t.kept.reshape(-1),
+                "experts": None if t.experts is None else t.experts.reshape(-1),
+                "expert_layers": None if t.experts is None else t.experts.shape[1],
             }
         )
     return pa.Table.from_pylist(rows, schema=_SCHEMA)
@@ -208,6 +215,9 @@ def from_table(table: pa.Table) -> list[Trajectory]:
         row["probes"] = tuple(row["probes"] or ())
         if row["kept"] is not None:
             row["kept"] = np.asarray(row["kept"], np.int32).reshape(len(streams["ids"]), -1)
+        layers = row.pop("expert_layers")
+        if row["experts"] is not None:
+            row["experts"] = np.asarray(row["experts"], np.int16).reshape(len(streams["ids"]), layers, -1)
         result.append(Trajectory(**row, **streams))
     return result
 
