@@ -7,7 +7,9 @@ made in float32 before it is summed over devices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Array
 
@@ -35,6 +37,19 @@ class Placement:
     def stored(self, array: Array, axes: tuple[str, ...]) -> Array:
         """An array with the logical axes of a parameter, as that parameter is stored."""
         return array
+
+    def over_experts(self, function: Callable, arrays: tuple, axes: tuple, out_axes: tuple) -> Any:
+        """A function on the experts of each device and the rows it has.
+
+        Args:
+            function: (part, *arrays) -> out; a device has part `part` of the experts, and of each array its own share.
+            arrays: trees of arrays.
+            axes: the same trees with the logical axes of each array, as in use.
+            out_axes: the tree of the result with the logical axes of each array, as stored. Where several devices have
+                the same share of an array, it is the sum of what they return. "copies" are rows of an array that each
+                device made of its own rows and experts.
+        """
+        return function(0, *arrays)
 
 
 ANYWHERE = Placement()
