@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import random
 import subprocess
 import sys
 import unicodedata
@@ -14,8 +15,9 @@ from helpers_chat import NAMES, golden, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trace_jax.config import ConfigError
+from trace_jax.config import ChatConfig, ConfigError
 from trace_jax.policy.fast_tokenizer import FastTokenizer, byte_alphabet
+from trace_jax.policy.template_chat import TemplateChat
 
 TAGS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 PARTS = st.one_of(st.text(max_size=12), st.sampled_from([*TAGS, "<|im_", "end|>", "<", "\n", "  "]))
@@ -150,6 +152,37 @@ def test_bad_files_are_one_clear_line(files, message, tmp_path):
     with pytest.raises(ConfigError, match=message) as refused:
         FastTokenizer.load(tmp_path)
     assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value)
+
+
+def _damaged(value, rng):
+    """The value with one entry somewhere in it lost, or of another kind."""
+    if isinstance(value, dict) and value:
+        key = rng.choice(list(value))
+        if rng.random() < 0.25:
+            return {k: v for k, v in value.items() if k != key}
+        return value | {key: _damaged(value[key], rng)}
+    if isinstance(value, list) and value:
+        i = rng.randrange(len(value))
+        return value[:i] + ([_damaged(value[i], rng)] if rng.random() < 0.7 else []) + value[i + 1 :]
+    return rng.choice([None, 1, "x", [], {}, -1, True, 10**12, ""])
+
+
+def test_damaged_files_are_refused_or_usable():
+    """Nothing but a ConfigError in one line comes of a file of another form."""
+    whole, refused = {name: json.loads(data) for name, data in list(tokenizer_of("qwen3").files.items())[:2]}, 0
+    whole["tokenizer_config.json"] |= {"chat_template": [{"name": "default", "template": "x"}]}
+    for seed in range(120):
+        rng = random.Random(seed)
+        name = rng.choice(sorted(whole))
+        files = {n: json.dumps(_damaged(c, rng) if n == name else c).encode() for n, c in whole.items()}
+        try:
+            tokenizer = FastTokenizer(files)
+            tokenizer.encode("h\u00e9 <|im_end|> 12"), tokenizer.decode(range(500)), tokenizer.pad_id
+            TemplateChat(tokenizer, ChatConfig())
+        except ConfigError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 60
 
 
 def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch):

@@ -11,10 +11,12 @@ pytest.importorskip("tokenizers")
 
 from helpers_chat import NAMES, chat_of, golden, tokenizer_of
 from helpers_collect import CONFIG, Script, ToyEnvironment
+from helpers_episodes import fake_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trace_jax.config import ChatConfig, ConfigError, TokenizerConfig
+from trace_jax.config import ChatConfig, ConfigError, EnvironmentConfig, TokenizerConfig
+from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.environments.base import Observation
 from trace_jax.policy import tool_calls
 from trace_jax.policy.chat import CONTROL, NanoChat, Turn
@@ -23,6 +25,7 @@ from trace_jax.policy.chat_jinja import compile_template
 from trace_jax.policy.fast_tokenizer import FastTokenizer
 from trace_jax.policy.template_chat import TemplateChat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
+from trace_jax.report.html import turns as report_turns
 from trace_jax.rollout.collect import collect
 
 WAYS = [(name, thinking) for name in NAMES for thinking in ("off", "keep")]
@@ -277,6 +280,30 @@ def test_no_turn_raises(parts, way):
     chat = chat_of(*way)
     turn = chat.parse_turn([*ids_of(chat, "".join(parts)), chat.stop_id])
     assert turn.kind in ("call", "answer", "malformed") and bool(turn.reason) == (turn.kind == "malformed")
+
+
+# A whole episode
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "smollm2"])
+def test_an_episode_of_the_real_environment_is_the_transcript_of_its_turns(name):
+    """SFT would train on the very ids of a rollout, and the report shows who said what."""
+    chat, environment = chat_of(name), AdsEnvironment(fake_set(2), EnvironmentConfig(prompt="full", tool_seconds=10))
+    task = environment.task(1)
+    codes = ['rows = sql("SELECT count(*) AS n FROM segment_daily")\nrows', "print(rows[0]['n'] > 1)", "1 / 0"]
+    turns = [*map(chat.encode_call, codes), chat.encode_answer(task.gold_answer)]
+    limits = dataclasses.replace(CONFIG, context=16384, max_turn_tokens=1024, trajectory_seconds=60.0)
+    script = Script(lambda row, turn: turns[turn], stop_id=chat.stop_id)
+    (t,) = collect(script, chat, environment, [1], group=1, config=limits, seed=0, step=0)
+    assert t.status == "finished" and t.tool_calls == 3 and t.info["full_right"]
+    shown = report_turns(t, chat)
+    assert [role for role, _, _ in shown] == ["system", "user", *["call", "result"] * 3, "answer"]
+    seen = [text for role, text, _ in shown if role == "result"]
+    assert "True" in seen[1] and "ZeroDivisionError" in seen[2]
+    steps = list(zip(codes, seen, strict=True))
+    ids, mask, turn = chat.encode_transcript(task.system, task.user, steps, task.gold_answer)
+    assert spelled(chat, ids).split() == spelled(chat, t.ids).split()  # the report strips what it shows
+    assert ids[mask].tolist() == t.ids[t.loss_mask].tolist() and set(turn) == set(t.turn_index)
 
 
 # Forms of calls, probes, people

@@ -97,9 +97,9 @@ class FastTokenizer:
             return self.files[TEMPLATE].decode("utf-8", "replace")
         found = self.settings.get("chat_template")
         if isinstance(found, list):
-            named = {entry["name"]: entry["template"] for entry in found}
+            named = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
             found = named.get("tool_use", named.get("default"))
-        return found
+        return found if isinstance(found, str) else None
 
     @property
     def pad_id(self) -> int:

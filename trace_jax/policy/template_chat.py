@@ -64,9 +64,11 @@ class TemplateChat:
         self._template = compile_template(self._source)
         self._tokens = tokenizer.control_tokens
         names = sorted(self._tokens, key=len, reverse=True)
+        if not names:
+            raise ConfigError("chat template: the tokenizer has no special tokens: use the files of a chat model")
         if len(names[-1]) < 2:
             raise ConfigError(f"chat template: the control token {names[-1]!r} is too short to be told from text")
-        self._pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._pattern = re.compile("|".join(map(re.escape, names)))
         self._thinks = END_THINK in self._source
         reasons: list[str] = []
         for self.native in (True, False):
