@@ -111,6 +111,15 @@ def test_empty_thoughts_stand_in_front_of_every_turn_when_thinking_is_off():
         assert spelled(chat, chat.encode_observation("o")).endswith("<|im_start|>assistant\n")
 
 
+def test_a_template_that_never_writes_thoughts_can_be_used_without_them():
+    template = QWEN3.replace("loop.index0 > ns.last_query and (loop.last or thought)", "false")
+    chat = TemplateChat(with_template("qwen3", template), ChatConfig())
+    assert not chat.rerenders and chat.encode_call("x") == chat_of("qwen3").encode_call("x")
+    assert chat.encode_observation("o") == chat_of("qwen3").encode_observation("o")
+    with pytest.raises(ConfigError, match="renders a history otherwise"):
+        TemplateChat(with_template("qwen3", template), ChatConfig(thinking="keep"))
+
+
 def test_what_a_user_should_know_is_noted():
     assert chat_of("qwen3").notes == [
         "chat template: rendered again, a history loses its empty thoughts; here they stay"

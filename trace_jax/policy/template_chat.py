@@ -36,6 +36,7 @@ from trace_jax.policy.fast_tokenizer import FastTokenizer
 Message = dict[str, Any]
 
 THINK, END_THINK = "<think>", "</think>"
+_EMPTY = re.compile(rf"{THINK}\s*{END_THINK}\s*")
 _SYSTEM, _USER, _CODE, _ANSWER, _THOUGHT = "Zsystem", "Zuser", "Zcode", "Zanswer", "Zthought"  # found again, and cut at
 _CODES = (_CODE, 'print("a\\n")\n\n', "\n  <é> & '</x>'", "")  # what must survive writing and reading
 
@@ -137,9 +138,8 @@ class TemplateChat:
             return (self._asked + "".join(between)).rstrip()
 
         without = [None] * 3
-        # A line break is a thought that Qwen3 does not take for none, and then strips.
         self.rerenders = whole(without) == pieces(without)
-        same = self.rerenders or whole(["\n"] * 3) == pieces(without)
+        same = _EMPTY.sub("", whole(without)) == _EMPTY.sub("", pieces(without))
         if self.thinking == "keep" and self._thinks and same:
             named = [f"{_THOUGHT}{i}" for i in range(3)]
             same = whole(named) == pieces(named) and all(name in whole(named) for name in named)
@@ -181,9 +181,11 @@ class TemplateChat:
     def _turn(self, message: Message) -> str:
         """What the policy samples to say the message."""
         whole = self._render([*self._first(), message])
-        if not whole.startswith(self._asked):
-            raise _Unfit("it writes an assistant turn otherwise than it asks for one")
-        return whole[len(self._asked) : whole.rindex(self._stop) + len(self._stop)]
+        # Some templates (of models derived from Qwen3) ask with an empty thought and write the turn without it.
+        for asked in (self._asked, re.sub(f"{_EMPTY.pattern}$", "", self._asked)):
+            if whole.startswith(asked):
+                return whole[len(asked) : whole.rindex(self._stop) + len(self._stop)]
+        raise _Unfit("it writes an assistant turn otherwise than it asks for one")
 
     def _observation(self, text: str) -> str:
         """From the end of a turn that called to the beginning of the next."""
