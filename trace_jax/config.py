@@ -81,8 +81,9 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Sizes and blocks of the decoder (RoPE, RMSNorm, SwiGLU). The vocabulary size comes from the tokenizer."""
+    """Sizes and blocks of the decoder (RoPE, RMSNorm, SwiGLU)."""
 
+    vocab_size: int = 0  # rows of the embedding; 0: as many as the tokenizer has tokens
     layers: int = 4
     width: int = 128
     heads: int = 4

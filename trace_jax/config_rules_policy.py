@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 _HEADS, _WIDTH = (1, 1024), (8, 65536)
 RANGES: dict[str, tuple[Any, float]] = {
+    "policy.vocab_size": (0, 2**24),
     "policy.layers": (1, 512),
     "policy.width": _WIDTH,
     "policy.heads": _HEADS,
@@ -133,8 +134,8 @@ def check_policy(p: PolicyConfig) -> None:
     turned = p.head_dim * p.rotary_fraction
     _refuse(
         turned % 2 != 0 or turned < 2,
-        f"`policy.rotary_fraction` {p.rotary_fraction} rotates {turned:g} of `policy.head_dim` {p.head_dim}: choose one "
-        "that gives an even number",
+        f"`policy.rotary_fraction` {p.rotary_fraction} rotates {turned:g} of `policy.head_dim` {p.head_dim}: choose "
+        "one that gives an even number",
     )
     _refuse(not p.mixers, "`policy.mixers` is empty: name attention or delta")
     for name in p.mixers:

@@ -61,11 +61,15 @@ def finish(sums: Mapping[str, Any], loss_sum: float, denominator: float) -> dict
         out["mismatch_gap"] = _share(sums["mismatch_gap"], count, empty=0.0)
         out["mismatch_kept"] = _share(sums["mismatch_kept"], sums["mismatch_total"])
         out["mismatch_ess"] = _share(sums["mismatch_weight"] ** 2, count * sums["mismatch_square"])
-    return out | load | {
-        "tokens": sums["tokens"],
-        "filled_tokens": sums["filled"],
-        "padding_share": 1.0 - sums["filled"] / sums["positions"],
-    }
+    return (
+        out
+        | load
+        | {
+            "tokens": sums["tokens"],
+            "filled_tokens": sums["filled"],
+            "padding_share": 1.0 - sums["filled"] / sums["positions"],
+        }
+    )
 
 
 def _share(part: float, whole: float, empty: float = 1.0) -> float:

@@ -110,20 +110,24 @@ class Probe:
     One program is compiled for each shape of a micro-batch (`compilations`).
     """
 
-    def __init__(self, score_fn: ScoreFn, params: Any, mesh: Mesh, axes: Any, config: BatchConfig):
+    def __init__(self, score_fn: ScoreFn, params: Any, mesh: Mesh, axes: Any, config: BatchConfig, frozen: Any = None):
         """
         Args:
             params: of the reference; copied.
             axes: tree of the parameters with the logical axis names of each.
             config: shapes of the micro-batches.
+            frozen: arrays on the mesh that others use, too, as the base of adapters. `score_fn` is then given the pair
+                of parameters and these.
         """
         self._mesh, self._config = mesh, config
         self._ways = mesh.shape["data"] * mesh.shape["fsdp"]
         self._params = sharding.place(params, sharding.shardings(params, axes, mesh))
 
-        def scores(params, batch):
+        self._frozen = frozen
+
+        def scores(params, frozen, batch):
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return score_fn(params, batch)
+                return score_fn(params if frozen is None else (params, frozen), batch)
 
         self._scores = jax.jit(scores, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
@@ -137,7 +141,7 @@ class Probe:
         rows = _Rows(questions, self._config.row_length)
         batches, places = rows.batches(self._config, self._ways)
         # dispatched together, fetched in order
-        scored = [self._scores(self._params, sharding.place_batch(b, self._mesh)) for b in batches]
+        scored = [self._scores(self._params, self._frozen, sharding.place_batch(b, self._mesh)) for b in batches]
         return rows.means([np.asarray(s, np.float64) for s in scored], places)
 
     def positions(self, questions: Sequence[Question]) -> Positions:
@@ -149,7 +153,7 @@ class Probe:
     def peak_bytes(self, row_length: int, rows: int) -> int:
         """What the program for a micro-batch of this shape needs: parameters, arguments and everything in between."""
         batch = sharding.place_batch(_empty(rows, row_length), self._mesh)
-        memory = self._scores.lower(self._params, batch).compile().memory_analysis()
+        memory = self._scores.lower(self._params, self._frozen, batch).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
     def compilations(self) -> int:

@@ -65,9 +65,7 @@ def transformer_logprobs(graphdef: nnx.GraphDef, temperature: float = 1.0, chunk
         base, adapters = lora.parts(params)
         model, placement = nnx.merge(graphdef, base), sharding.placement()
         experts = None if batch.experts is None else jnp.moveaxis(batch.experts.astype(jnp.int32), 2, 0)
-        passed = model.run(
-            batch.ids, batch.positions, batch.segments, placement, adapters=adapters, experts=experts
-        )
+        passed = model.run(batch.ids, batch.positions, batch.segments, placement, adapters=adapters, experts=experts)
         before = jnp.pad(batch.segments[:, :-1], ((0, 0), (1, 0)))
         inside = batch.loss_mask & (batch.segments > 0) & (batch.segments == before)
         # the hidden state of token t predicts token t + 1: score the next id, then move the result to where that id is

@@ -42,7 +42,7 @@ class Adapters(NamedTuple):
 
     pairs: Pairs
     scale: Float[Array, " N"]
-    chosen: Int[Array, "..."] | None = None
+    chosen: Int[Array, ...] | None = None
 
 
 class Frozen(NamedTuple):
@@ -57,7 +57,7 @@ class Frozen(NamedTuple):
     scale: Float[Array, " N"]
 
 
-def parts(params: Any, chosen: Int[Array, "..."] | None = None) -> tuple[Any, Adapters | None]:
+def parts(params: Any, chosen: Int[Array, ...] | None = None) -> tuple[Any, Adapters | None]:
     """Parameters of a policy, and its adapters in use.
 
     Args:
@@ -98,7 +98,9 @@ def stacked(adapters: Sequence[Pairs]) -> Pairs:
     """
     shapes = [{name: (pair.a.shape, pair.b.shape) for name, pair in pairs.items()} for pairs in adapters]
     if any(shape != shapes[0] for shape in shapes):
-        raise ConfigError("adapters of different targets or ranks cannot be resident together: train them with one `lora`")
+        raise ConfigError(
+            "adapters of different targets or ranks cannot be resident together: train them with one `lora`"
+        )
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *adapters)
 
 

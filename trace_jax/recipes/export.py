@@ -37,7 +37,7 @@ def command(run_dir: Path, *, stage: str, out: Path | None) -> dict[str, Any]:
 
 def write(work: Workspace, stage: str, out: Path) -> Path:
     """safetensors, `config.json`, generation settings and tokenizer of a stage's newest checkpoint."""
-    model = nnx.merge(nnx.graphdef(work.model), work.trained_params(stage))
+    model = nnx.merge(nnx.graphdef(work.model), work.merged(work.trained_params(stage)))
     work.interrupt.check()
     hf.export(out, model, work.chat.tokenizer, work.chat)
     return out

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from trace_jax.config import ConfigError, RunConfig, TurnCreditConfig
+from trace_jax.config import RunConfig, TurnCreditConfig
 from trace_jax.learner import metrics as learner_metrics
 from trace_jax.learner import packing, turn_credit
 from trace_jax.learner.checkpoint import CheckpointStore, restore_state, save_state
@@ -50,9 +50,7 @@ def train(work: Workspace, profile: int = 0) -> dict[str, float | None]:
             of the first step.
     """
     config, run = work.config.grpo, work.run
-    if not work.is_finished("sft"):
-        raise ConfigError(f"SFT of {run.path} is not finished: run `trace-jax sft --run-dir {run.path} --resume` first")
-    start_params = work.trained_params("sft")
+    start_params = work.start_params
     total = config.steps * config.iterations
     learner = work.learner(grpo_objective(config), config.optimizer, total, Sampling.of(work.config.rollout))
     probe = TurnProbe(work, reference(work, start_params)) if config.turn_credit.enabled else None

@@ -11,9 +11,10 @@ from flax import nnx
 
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.base import Environment
-from trace_jax.learner import turn_credit
+from trace_jax.learner import sharding, turn_credit
 from trace_jax.learner.probe import Probe, Question, transformer_scores
 from trace_jax.learner.step import Params
+from trace_jax.policy import lora
 from trace_jax.policy.transformer import logical_axes
 from trace_jax.recipes.adoption import copy_policy
 from trace_jax.recipes.interrupt import Interrupt
@@ -31,12 +32,17 @@ class TurnProbe:
     def __init__(self, work: Workspace, params: Params):
         """
         Args:
-            params: of the reference; copied to the sampler's devices, which are free while others learn.
+            params: of the reference; copied to the sampler's devices, which are free while others learn. The base of
+                adapters is shared with the learner, unless the sampler has devices of its own.
         """
         self._chat = work.chat
         scores = transformer_scores(nnx.graphdef(work.model))
         batches = work.config.grpo.turn_credit.microbatch
-        self._probe = Probe(scores, params, work.sampling_mesh, logical_axes(work.model), batches)
+        frozen = work.frozen
+        if frozen is not None and work.sampling_mesh is not work.mesh:
+            axes = lora.Frozen(logical_axes(work.model), ("",))
+            frozen = sharding.place(frozen, sharding.shardings(frozen, axes, work.sampling_mesh))
+        self._probe = Probe(scores, params, work.sampling_mesh, work.axes, batches, frozen)
 
     def __call__(self, trajectories: Sequence[Trajectory], environment: Environment) -> tuple[list[Trajectory], float]:
         """The trajectories with `probes`, and the seconds it took.
@@ -89,9 +95,9 @@ def check(config: RunConfig) -> None:
 
 
 def _same_policy(theirs: RunConfig, ours: RunConfig, source: Path) -> None:
-    if theirs.policy != ours.policy:
+    if (theirs.policy, theirs.lora) != (ours.policy, ours.lora):
         raise ConfigError(
-            f"`grpo.turn_credit.reference` {source} has a policy of another shape (its `policy` section differs): "
+            f"`grpo.turn_credit.reference` {source} has another policy (its `policy` or `lora` section differs): "
             "choose a run with this run's policy, or leave the field empty"
         )
 

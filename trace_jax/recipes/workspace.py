@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.base import Environment
@@ -16,7 +17,7 @@ from trace_jax.learner.checkpoint import CheckpointStore
 from trace_jax.learner.objectives import Objective
 from trace_jax.learner.roles import role_meshes
 from trace_jax.learner.step import Learner, Params, transformer_logprobs
-from trace_jax.policy import chat_files
+from trace_jax.policy import chat_files, lora
 from trace_jax.policy.chat import CONTROL, Chat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.policy.transformer import Transformer, logical_axes
@@ -30,6 +31,7 @@ from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.sampling import Sampling, check_training
 
 TOKENIZER = chat_files.SENTENCEPIECE
+BASE = "base"  # among the checkpoints: a policy that was not trained here
 
 
 @dataclass
@@ -80,14 +82,71 @@ class Workspace:
 
     @cached_property
     def model(self) -> Transformer:
-        """The policy with its initial parameters, a function of the seed."""
+        """The policy: its structure and the shapes of its parameters, without numbers."""
+        return nnx.eval_shape(self._drawn)
+
+    def _drawn(self) -> Transformer:
         key = jax.random.key(schedule.collection_seed(self.config.seed, "policy", 0))
-        return Transformer(self.config.policy, self.chat.tokenizer.vocab_size, rngs=nnx.Rngs(key))
+        vocab_size = self.config.policy.vocab_size or self.chat.tokenizer.vocab_size
+        return Transformer(self.config.policy, vocab_size, rngs=nnx.Rngs(key))
+
+    @property
+    def imported(self) -> bool:
+        """Whether the run's policy came from somewhere else (`trace-jax import`, or --init of a run with adapters)."""
+        return self.store(BASE).latest() is not None
+
+    @cached_property
+    def base_params(self) -> Params:
+        """Parameters before any training here: imported ones, on the learner's mesh, or a function of the seed."""
+        if self.imported:
+            return self._restored(self.store(BASE), nnx.state(self.model, nnx.Param), logical_axes(self.model))
+        return nnx.state(self._drawn(), nnx.Param)
+
+    @cached_property
+    def frozen(self) -> lora.Frozen | None:
+        """What adapters are trained on, on the learner's mesh; None where all parameters are trained."""
+        if not self.config.lora.rank:
+            return None
+        placed = sharding.shardings(self.base_params, logical_axes(self.model), self.mesh)
+        return lora.Frozen(jax.device_put(self.base_params, placed), lora.scale(self.config.lora))
 
     @cached_property
     def initial_params(self) -> Params:
-        """Parameters of the untrained policy."""
-        return nnx.state(self.model, nnx.Param)
+        """What is trained, before any training: all parameters, or fresh adapters, a function of the seed."""
+        if not self.config.lora.rank:
+            return self.base_params
+        key = jax.random.key(schedule.collection_seed(self.config.seed, "adapters", 0))
+        return lora.init(self.config.policy, self.config.lora, key)
+
+    @property
+    def axes(self) -> Any:
+        """Logical axes of what is trained."""
+        policy, adapters = self.config.policy, self.config.lora
+        return lora.axes(policy, adapters) if adapters.rank else logical_axes(self.model)
+
+    def merged(self, params: Params) -> Params:
+        """All parameters of a policy, from what was trained of it."""
+        if self.frozen is None:
+            return params
+        factor = self.config.lora.alpha / self.config.lora.rank
+        whole = nnx.state(self.model, nnx.Param)
+        nnx.replace_by_pure_dict(whole, lora.merged(nnx.to_pure_dict(self.frozen.base), params, factor))
+        return whole
+
+    @property
+    def start_params(self) -> Params:
+        """What GRPO begins with: the finished SFT policy, or an imported one without SFT.
+
+        Raises:
+            ConfigError: SFT is not finished.
+        """
+        if self.is_finished("sft"):
+            return self.trained_params("sft")
+        if self.imported and self.store("sft").latest() is None:
+            return self.initial_params
+        raise ConfigError(
+            f"SFT of {self.run.path} is not finished: run `trace-jax sft --run-dir {self.run.path} --resume` first"
+        )
 
     @cached_property
     def _meshes(self) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
@@ -111,7 +170,7 @@ class Workspace:
         """
         check_training(sampling)
         logprobs = transformer_logprobs(nnx.graphdef(self.model), sampling.temperature)
-        return Learner(logprobs, objective, optimizer, total_steps, self.mesh, logical_axes(self.model))
+        return Learner(logprobs, objective, optimizer, total_steps, self.mesh, self.axes, self.frozen)
 
     def store(self, stage: str) -> CheckpointStore:
         """The checkpoints of a stage."""
@@ -143,13 +202,16 @@ class Workspace:
             )
         if step is None:
             raise ConfigError(f"{self.run.path} has no {stage} checkpoint: {self._first(stage)}")
-        placed = sharding.shardings(self.initial_params, logical_axes(self.model), self.mesh)
+        return self._restored(store, self.initial_params, self.axes, step)
+
+    def _restored(self, store: CheckpointStore, like: Any, axes: Any, step: int | None = None) -> Params:
+        placed = sharding.shardings(like, axes, self.mesh)
 
         def shape(array, where):
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
-        like = jax.tree.map(shape, self.initial_params, placed)
-        return store.restore(step, {"params": like})[0]["params"]
+        wanted = {"params": jax.tree.map(shape, like, placed)}
+        return store.restore(store.latest() if step is None else step, wanted)[0]["params"]
 
     def latest_stage(self) -> str:
         """The most advanced stage that has a checkpoint.
@@ -185,11 +247,17 @@ class Workspace:
     @cached_property
     def engine(self) -> Engine:
         """The sampling engine on its devices; give it parameters with `set_params`."""
-        axes = logical_axes(self.model)
+        axes, like = logical_axes(self.model), nnx.state(self.model, nnx.Param)
+
+        def frozen_specs(mesh):
+            return lora.Frozen(sharding.shardings(like, axes, mesh), NamedSharding(mesh, PartitionSpec()))
+
         return Engine(
             self.model,
             self.config.rollout,
             self.chat.stop_id,
             mesh=self.sampling_mesh,
-            specs=lambda mesh: sharding.shardings(self.initial_params, axes, mesh),
+            specs=lambda mesh: sharding.shardings(self.initial_params, self.axes, mesh),
+            frozen=self.frozen,
+            frozen_specs=frozen_specs,
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -82,11 +82,14 @@ class Engine:
         mesh: Mesh | None = None,
         specs: Callable[[Mesh], Any] | None = None,
         reuse: bool = True,
+        frozen: Any = None,
+        frozen_specs: Callable[[Mesh], Any] | None = None,
     ):
         """Reads the structure of `model` and its present parameters.
 
         Args:
-          model: the policy; later parameters arrive through `set_params`.
+          model: the policy; its parameters, unless it is only their shapes, are the first to be used, later ones arrive
+            through `set_params`.
           config: `slots`, `context`, `decode_steps` and `cache_dtype` fix the shapes.
           stop_id: the token that ends a turn.
           lanes: independent batches that run at once, on a single device; by default one per core on CPU (at most 4)
@@ -94,6 +97,8 @@ class Engine:
           mesh: `data x fsdp x tensor x expert`; its devices in this process are divided into lanes of
             `tensor x expert` devices. None: the default device.
           specs: sharding of every parameter on a mesh, as the learner has it; needed when a lane has several devices.
+          frozen, frozen_specs: what adapters work on, placed once, and its sharding on a mesh; `set_params` then takes
+            the adapters (`policy.lora.Frozen`).
           reuse: keep the cache across turns and share prefixes; without it every turn is fed from its first token.
 
         Raises:
@@ -109,8 +114,9 @@ class Engine:
         experts = (policy.layers, policy.experts_per_token) if config.replay_routes else None
         recurrent = DELTA in mixers(policy)
         shapes = chunks()
-        layout = None if mesh is None or specs is None else specs(mesh)
-        places = [Place(jax.local_devices()[0])] if mesh is None else lane_places(mesh, layout, model.cfg.kv_heads)
+        layout, around = (None if mesh is None or f is None else f(mesh) for f in (specs, frozen_specs))
+        alone = mesh is None
+        places = [Place(jax.local_devices()[0])] if alone else lane_places(mesh, layout, model.cfg.kv_heads, around)
         self._weights = Weights(mesh, layout)
         if len(places) == 1 and places[0].heads is None:
             places *= max(1, min(_default_lanes() if lanes is None else lanes, config.slots))
@@ -118,7 +124,9 @@ class Engine:
         most = CPU_GROUP if jax.default_backend() == "cpu" else max(shares)
         # One size for all groups, whatever their lane's share: the shape must not depend on the lane.
         self._group = -(-max(shares) // -(-max(shares) // most))
-        self._programs = Programs(structure, stop_id, min(config.decode_steps, config.max_turn_tokens), config.replay_routes)
+        self._programs = Programs(
+            structure, stop_id, min(config.decode_steps, config.max_turn_tokens), config.replay_routes
+        )
         self._context, self._slots, self._swaps = config.context, config.slots, 0
         self._shapes = shapes
         self._lanes = [
@@ -137,7 +145,12 @@ class Engine:
         self._share_of = shares
         self._lane_of: dict[int, int] = {}
         self._last_prompts: dict[bytes, int] = {}
-        self.set_params(params, 0)
+        self._frozen: list[Any] | None = None
+        if frozen is not None:
+            held = [replace(lane.place, params=lane.place.frozen) for lane in self._lanes]
+            self._frozen = Weights(mesh, around).place(frozen, held, copy=False)
+        elif all(isinstance(x, jax.Array) for x in jax.tree.leaves(params)):
+            self.set_params(params, 0)
         self._swaps = 0
 
     def set_params(self, params: nnx.State, version: int, *, copy: bool = False) -> None:
@@ -155,8 +168,8 @@ class Engine:
         self.version = version
         self._swaps += 1
         places = [lane.place for lane in self._lanes]
-        for lane, mine in zip(self._lanes, self._weights.place(params, places, copy), strict=True):
-            lane.weights = (mine, version)
+        for i, (lane, mine) in enumerate(zip(self._lanes, self._weights.place(params, places, copy), strict=True)):
+            lane.weights = (mine if self._frozen is None else (mine, self._frozen[i]), version)
 
     @property
     def slots(self) -> int:

@@ -380,7 +380,9 @@ class Lane:
             version=self.weights[1] if row.version is None else row.version,
             stale=row.stale,
             kept=None if kept[0] is None else np.concatenate(kept),
-            experts=None if self._slots.experts is None else self._slots.experts[row.slot, : self._slots.fed[row.slot]].copy(),
+            experts=None
+            if self._slots.experts is None
+            else self._slots.experts[row.slot, : self._slots.fed[row.slot]].copy(),
         )
         row.drawn = []
         self._deliver(turn)

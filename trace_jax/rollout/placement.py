@@ -26,18 +26,21 @@ class Place:
       device: the device of a lane that has one, else its first.
       params: sharding of every parameter over the lane's devices; None on one device.
       heads: sharding of a cache's heads (axis 1 of keys and values) over them; None on one device.
+      frozen: sharding of what adapters work on; None on one device and without adapters.
     """
 
     device: jax.Device
     params: Any = None
     heads: NamedSharding | None = None
+    frozen: Any = None
 
 
-def lane_places(mesh: Mesh, layout: Any, kv_heads: int) -> list[Place]:
+def lane_places(mesh: Mesh, layout: Any, kv_heads: int, around: Any = None) -> list[Place]:
     """One place for each block of `tensor x expert` devices of the mesh that this process owns.
 
     Args:
       layout: sharding of every parameter on the mesh; needed when a lane has several devices.
+      around: the same of what adapters work on.
 
     Raises:
       ConfigError: a lane's devices lie in several processes, the heads do not split, or no lane is in this process.
@@ -60,8 +63,8 @@ def lane_places(mesh: Mesh, layout: Any, kv_heads: int) -> list[Place]:
         if kv_heads % tensor:
             raise ConfigError(f"policy.kv_heads {kv_heads} does not split over mesh.tensor {tensor}: change one")
         lane = Mesh(devices.reshape(1, 1, tensor, expert), mesh.axis_names, axis_types=mesh.axis_types)
-        params = jax.tree.map(lambda s, lane=lane: NamedSharding(lane, _without_rows(s.spec)), layout)
-        places.append(Place(devices.flat[0], params, NamedSharding(lane, PartitionSpec(None, "tensor"))))
+        params, frozen = jax.tree.map(lambda s, lane=lane: NamedSharding(lane, _without_rows(s.spec)), (layout, around))
+        places.append(Place(devices.flat[0], params, NamedSharding(lane, PartitionSpec(None, "tensor")), frozen))
     if not places:
         raise ConfigError("no device of the mesh belongs to this process: give every process a part of the mesh")
     return places
