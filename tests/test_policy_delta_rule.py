@@ -210,7 +210,7 @@ branched_8 = jax.jit(partial(branched, chunk=8))
 
 ROWS = [
     # from nothing, a chunk's end, inside a chunk, just behind a chunk's begin, all of it; over several chunks
-    [(20, [(0, 3), (8, 4), (11, 2), (9, 1), (20, 5), (16, 20)])],
+    [(20, [(0, 3), (8, 4), (11, 2), (9, 1), (20, 5), (16, 20), (0, 9)])],
     [(3, [(1, 2), (3, 2)]), (17, [(16, 1), (0, 1), (5, 9)]), (9, []), (2, [(2, 12)])],
 ]
 

@@ -184,15 +184,13 @@ def _chunks(q, k, g, beta, layout, continues) -> _Chunks:
     lineage = _split(layout.lineage[..., None, None], size)[:, :, 0, 0, :, 0]  # N B C
 
     place = jnp.arange(size)
-    last = jnp.max(jnp.where(lineage > 0, place, -1), axis=-1)  # real token of the chunk
-    first = layout.lineage[:, 0] if continues else jnp.zeros_like(lineage[0, :, 0])
-
-    def carry(before, chunk):
-        lineage, last = chunk
-        after = jnp.where(last >= 0, jnp.take_along_axis(lineage, last[:, None], axis=1)[:, 0], before)
-        return after, (before, after)
-
-    _, (before, after) = jax.lax.scan(carry, first, (lineage, last))  # lineage of the state around each chunk
+    # Lineage of the state around each chunk: that of the last real token so far. Where there was none, the first token
+    # is padding, and so is 0.
+    index = jnp.arange(len(lineage))[:, None, None] * size + place
+    last = jax.lax.cummax(jnp.max(jnp.where(lineage > 0, index, 0), axis=-1), axis=0)  # N B
+    after = jnp.take_along_axis(layout.lineage, last.T, axis=1).T
+    first = layout.lineage[:, 0] if continues else jnp.zeros_like(after[0])
+    before = jnp.concatenate([first[None], after[:-1]])
 
     def heads(x):  # N B .. -> N B 1 1 ..
         return x[:, :, None, None]
@@ -200,11 +198,11 @@ def _chunks(q, k, g, beta, layout, continues) -> _Chunks:
     def decay(where, logarithm):  # a decay from a later token would overflow, hence masked before and after
         return jnp.where(where, jnp.exp(jnp.where(where, logarithm, 0.0)), 0.0)
 
-    ordered = place[:, None] >= place
+    ordered, earlier = place[:, None] >= place, place[:, None] > place
     same = (lineage[..., :, None] == lineage[..., None, :]) & (lineage > 0)[..., None] & ordered
     # The sum of g over (j, i] for every pair: differences of sums from the chunk's begin would lose digits to strong
     # decays before j.
-    steps = jnp.where(place[:, None] > place, g[..., :, None], 0.0)
+    steps = jnp.where(earlier, g[..., :, None], 0.0)
     between = jnp.matmul(ordered.astype(jnp.float32), steps, precision=EXACT)
     total = jnp.cumsum(g, axis=-1)
     within = decay(heads(same), between)
@@ -215,7 +213,6 @@ def _chunks(q, k, g, beta, layout, continues) -> _Chunks:
     keyed = jnp.concatenate([keys, queries], axis=3)
     products = jnp.einsum("nbhid,nbhjd->nbhij", keyed, keys, precision=EXACT)
     of_keys, of_queries = jnp.split(products[:, :, :, None], 2, axis=4)
-    earlier = place[:, None] > place
     system = jnp.where(earlier, beta[..., None] * within * of_keys, 0.0)
     solve = _unit_inverse(system) * beta[..., None, :]
     return _Chunks(keyed, within, enter, leave, keep, solve, within * of_queries)
@@ -258,18 +255,21 @@ def _answers(chunks: _Chunks, starts, updates, layout: Layout):
     parent = jnp.pad(layout.parent, ((0, 0), (0, padded - time)), constant_values=-1)
     block = min(READ, size)
 
-    def answer(row, asked, parent):  # asked: Hk 2 d
+    def answer(asked, parent, row):  # asked: Hk 2 d
+        starts, updates, keys, enter, within = row
         n, at = parent // size, parent % size
-        found = jnp.einsum("hxd,hgde->xhge", asked, starts[n, row], precision=EXACT)
-        found *= chunks.enter[n, row, :, :, at][..., None]
-        near = jnp.einsum("hxd,hcd->hxc", asked, keys[n, row], precision=EXACT)
-        near = near[:, None] * chunks.within[n, row, :, :, at][:, :, None]
-        found += jnp.einsum("hgxc,hgce->xhge", near, updates[n, row], precision=EXACT)
+        found = jnp.einsum("hxd,hgde->xhge", asked, starts[n], precision=EXACT)
+        found *= enter[n, :, :, at][..., None]
+        near = jnp.einsum("hxd,hcd->hxc", asked, keys[n], precision=EXACT)
+        near = near[:, None] * within[n, :, :, at][:, :, None]
+        found += jnp.einsum("hgxc,hgce->xhge", near, updates[n], precision=EXACT)
         return jnp.where(parent >= 0, found, 0.0)
 
+    # rows are mapped, not indexed, so that a compiler can divide them over devices
+    several = jax.vmap(jax.vmap(answer, (0, 0, None)), (1, 1, 1), 1)
+
     def some(part):
-        asked, parent = part  # [block, B, ..]
-        return jax.vmap(jax.vmap(answer), (None, 0, 0))(jnp.arange(rows), asked, parent)
+        return several(*part, (starts, updates, keys, chunks.enter, chunks.within))
 
     def none(part):
         return jnp.zeros((block, rows, 2, kv_heads, group, width))
