@@ -50,7 +50,7 @@ def test_a_copy_that_fails_leaves_no_run(finished_smoke, tmp_path, capsys, monke
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--sft.epochs", 3], "`sft.epochs` is 3, but --init takes the SFT policy of"),
+        (["--sft.epochs", 3], "`sft.epochs` is 3, but --init takes the policy of"),
         (["--policy.layers", 4], "`policy.layers` is 4, but --init takes"),
         (["--environment.name", "search"], "environment.name"),
     ],

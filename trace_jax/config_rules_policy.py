@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import cycle, islice
 from typing import Any
 
@@ -42,6 +43,12 @@ RANGES: dict[str, tuple[Any, float]] = {
     "lora.rank": (0, 4096),
     "lora.alpha": (">0", 1e6),
 }
+# Fields of a policy that say what its parameters mean; the others may differ between runs that share them.
+SHAPE = tuple(
+    field.name
+    for field in dataclasses.fields(PolicyConfig)
+    if field.name not in ("dtype", "param_dtype", "remat", "max_length")
+)
 _DELTA_SIZES = ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim")
 _EXPERT_SIZES = ("experts_per_token", "expert_width")
 

@@ -18,7 +18,6 @@ from trace_jax.policy import attention, delta_net, delta_rule, layers, lora, moe
 from trace_jax.policy.cache import KVCache
 from trace_jax.policy.placement import ANYWHERE, Placement
 
-
 DELTA_SMALL = ("conv_query", "conv_key", "conv_value", "decay_rate", "decay_bias", "delta_norm")
 
 

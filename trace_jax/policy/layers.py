@@ -36,7 +36,7 @@ def _linear_backward(axes, placement, saved, d_y):
     d_y = placement.used(d_y, ("rows", axes[1]))
     d_x = jax.lax.dot_general(d_y, _cast(weight, x.dtype, axes, placement), (((1,), (1,)), ((), ())))
     d_weight = jax.lax.dot_general(x, d_y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return placement.used(d_x, ("rows", axes[0])), placement.stored(d_weight, axes)
+    return placement.used(d_x, ("rows", axes[0])), placement.stored(d_weight, axes).astype(weight.dtype)
 
 
 linear.defvjp(_linear_forward, _linear_backward)
@@ -56,7 +56,7 @@ def _lookup_backward(dtype, placement, saved, d_y):
     ids, table = saved
     d_y = placement.used(d_y.astype(jnp.float32), ("replica", "split"))  # every device has its columns of the table
     d_table = jnp.zeros(table.shape, jnp.float32).at[ids].add(d_y)
-    return placement.stored(d_table, ("vocab", "embed")), None
+    return placement.stored(d_table, ("vocab", "embed")).astype(table.dtype), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)

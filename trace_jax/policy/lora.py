@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a target W works as W + alpha / rank * A B, W itself is never changed.
 
-Several adapters of one rank may be resident; each token of a batch has one of them, or none. An adapter is a plain tree
-of arrays beside the parameters, so the base policy is the same arrays with adapters left out: a reference costs nothing.
+Several adapters of one rank may be resident; each token of a batch has one of them, or none. An adapter is a tree of
+arrays beside the parameters, so the base policy is the same arrays with adapters left out: a reference costs nothing.
 
 Axes: L layers that have the target, N adapters, a and b features, r rank, E experts, n tokens.
 """
@@ -71,7 +71,7 @@ def parts(params: Any, chosen: Int[Array, ...] | None = None) -> tuple[Any, Adap
 
 
 def init(policy: PolicyConfig, config: LoraConfig, key: Array, count: int = 1) -> Pairs:
-    """Fresh adapters: A is drawn uniformly within 1/sqrt(a) as PEFT does, B is zero, so that they change nothing yet."""
+    """Fresh adapters: A is drawn uniformly within 1/sqrt(a) as PEFT does, B is zero, so they change nothing yet."""
     pairs = {}
     for name, (a, b, _) in _shapes(policy, config, count).items():
         bound = a[-2] ** -0.5

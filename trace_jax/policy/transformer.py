@@ -237,4 +237,3 @@ def token_logprobs(
         placement: of arrays on a mesh.
     """
     return scoring.logprobs(hidden, model.output_matrix(), targets, kept, wanted, temperature, chunk, placement)
-

@@ -70,7 +70,7 @@ def show(path: Path, index: int | None, split: str) -> dict[str, Any]:
             other = "" if collected else "; name the right --split"
             raise ConfigError(f"{path} is not of the {'train' if collected else split} episodes of this run{other}")
         if not t.probes:
-            params = reference(work, work.trained_params("sft"))
+            params = reference(work, work.start_params)
             [t], _ = TurnProbe(work, params)([t], work.environment("train" if collected else split))
         outcome = None
         if collected:
@@ -118,7 +118,7 @@ def turns(t: Trajectory, work: Workspace, outcome: float | None) -> list[Seen]:
         result.append(
             Seen(
                 work.chat.parse_turn(sampled.tolist()),
-                work.chat.tokenizer.decode(read[1:].tolist()) if len(read) else None,
+                "".join(text for _, text in work.chat.given(read.tolist())) if len(read) else None,
                 float(values[k + 1]) if paid else None,
                 float(values[k + 1] - values[k]) if paid else None,
                 float(credits[k]) if paid else None,

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError
-from trace_jax.recipes import grpo
+from trace_jax.recipes import adoption, grpo
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory
-from trace_jax.recipes.workspace import TOKENIZER, Workspace
+from trace_jax.recipes.workspace import Workspace
 
 WARM_STEPS = 2  # they compile
 
@@ -48,11 +48,8 @@ def measure(run_dir: Path, repeats: int) -> dict[str, Any]:
             )
         )
         run = RunDirectory.create(Path(folder) / "run", config)
-        shutil.copy(source.path / TOKENIZER, run.path / TOKENIZER)
-        shutil.copytree(source.path / "data", run.path / "data")
-        name = f"{theirs.store('sft').latest():08d}"
-        run.folder("checkpoints")
-        shutil.copytree(source.checkpoints("sft") / name, run.checkpoints("sft") / name)
+        adoption.adopt(source.path, run)
+        shutil.copytree(source.path / "data", run.path / "data", dirs_exist_ok=True)
         with run, Interrupt() as interrupt:
             grpo.train(Workspace(run, Progress(), interrupt))
             lines = (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -6,8 +6,8 @@ tensorboard/       the same figures as events, when tensorboardX is installed
 wandb/             what W&B keeps here, with --track wandb
 profile/           the trace of --profile, for xprof
 data/              teacher set (kept so that a resumed run does not repeat it)
-tokenizer.model    sentencepiece model
-checkpoints/       sft/, grpo/: the newest `keep_checkpoints` of each
+tokenizer.model    sentencepiece model (an imported policy: tokenizer.json and its settings)
+checkpoints/       sft/, grpo/: the newest `keep_checkpoints` of each; base/: a policy that was not trained here
 trajectories/      grpo-000010.parquet, ...
 evaluation/        one file per evaluated subject
 export/            Hugging Face layout
@@ -29,10 +29,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trace_jax import config_io
+from trace_jax import config_io, config_rules_policy
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.policy.chat_files import tokenizer_files
 from trace_jax.recipes import tracking
 from trace_jax.recipes.tracking import TensorBoard, Tracker
+
+_SHAPE = {f"policy.{name}" for name in config_rules_policy.SHAPE}
+BASE = "base"  # among the checkpoints: a policy that was not trained here
 
 
 def default_path(config: RunConfig) -> Path:
@@ -104,6 +108,8 @@ FIRST_USED = {
     "data.seed": "teacher",
     "tokenizer": "tokenizer",
     "policy": "sft",
+    "lora": "sft",
+    "chat": "sft",
     "mesh": "sft",
     "sft": "sft",
     "sft.trajectories": "teacher",  # also the size of the teacher's chunks
@@ -226,6 +232,11 @@ class RunDirectory:
             ConfigError: the field.
         """
         changed, begun = config_io.differences(stored_config(self.path), config), self.begun()
+        imported = any(self.checkpoints(BASE).glob("[0-9]*"))
+        if fixed := [name for name in changed if imported and name in _SHAPE]:
+            raise ConfigError(
+                f"`{fixed[0]}` cannot change: {self.path} holds an imported policy of another shape; leave it"
+            )
         if used := [name for name in changed if first_used(name) in begun]:
             raise ConfigError(
                 f"`{used[0]}` cannot change any more: {first_used(used[0])} of {self.path} was run with it; leave it "
@@ -236,7 +247,7 @@ class RunDirectory:
         """Stages that left something that a continued run builds on, and all stages before them."""
         signs = {
             "teacher": (self.path / "data" / "teacher").glob("*.parquet"),
-            "tokenizer": self.path.glob("tokenizer.model"),
+            "tokenizer": (self.path / name for name in tokenizer_files(self.path)),
             # Step 0 is what a run stopped before its first step saves.
             "sft": (p for p in self.checkpoints("sft").glob("[0-9]*") if p.name.strip("0")),
             "grpo": (p for p in self.checkpoints("grpo").glob("[0-9]*") if p.name.strip("0")),

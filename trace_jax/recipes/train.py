@@ -38,7 +38,7 @@ def command(
     Args:
         config: of the run; of a continued one only fields that no stage has used yet may have changed.
         resume: continue the run in `run_dir`.
-        source: for `grpo`: start a new run from the SFT policy of this one.
+        source: start a new run from the policy of this one.
         profile: training steps of each stage to trace (`recipes.profile`).
         track: where figures go beside the run directory, one of `tracking.SERVICES`.
 
@@ -58,7 +58,7 @@ def command(
     elif source is None:
         run = RunDirectory.create(run_dir, config)
     else:
-        run = RunDirectory.create(run_dir, config, partial(adoption.adopt, source))
+        run = RunDirectory.create(run_dir, config, partial(adoption.adopt, source, stage=name))
     with run, Interrupt() as interrupt:
         work = Workspace(run, Progress(), interrupt)
         work.progress.note(f"run directory: {run.path}")
@@ -98,13 +98,13 @@ def check(config: RunConfig) -> None:
         packing.validate(stage.microbatch, f"{name}.microbatch", ways)
 
 
-def check_new(run_dir: Path | None, config: RunConfig, source: Path) -> None:
-    """Refuses, before anything is written, a run that cannot begin with the SFT policy of `source`.
+def check_new(name: str, run_dir: Path | None, config: RunConfig, source: Path) -> None:
+    """Refuses, before anything is written, a run that cannot begin with the policy of `source`.
 
     Raises:
         ConfigError: see `adoption.check`; or the directory holds a run already.
     """
-    adoption.check(source, config)
+    adoption.check(source, config, name)
     if run_dir is not None:
         RunDirectory.refuse_taken(run_dir)
 

@@ -14,13 +14,13 @@ from trace_jax.environments.base import Environment
 from trace_jax.learner import sharding, turn_credit
 from trace_jax.learner.probe import Probe, Question, transformer_scores
 from trace_jax.learner.step import Params
-from trace_jax.policy import lora
+from trace_jax.policy import chat_files, lora
 from trace_jax.policy.transformer import logical_axes
 from trace_jax.recipes.adoption import copy_policy
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory
-from trace_jax.recipes.workspace import TOKENIZER, Workspace
+from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.trajectory import Trajectory
 
 STAGE = "reference"  # its folder among the checkpoints, if it is the policy of another run
@@ -106,7 +106,10 @@ def _adopt(source: Path, work: Workspace) -> None:
     """Copies the newest policy of another run, so that the reference stays what it was whatever becomes of that run."""
     with RunDirectory.open(source, lock=False) as other:
         _same_policy(other.config, work.config, source)
-        if (other.path / TOKENIZER).read_bytes() != (work.run.path / TOKENIZER).read_bytes():
+        names = chat_files.tokenizer_files(work.run.path)
+        if names != chat_files.tokenizer_files(other.path) or any(
+            (other.path / name).read_bytes() != (work.run.path / name).read_bytes() for name in names
+        ):
             raise ConfigError(
                 f"`grpo.turn_credit.reference` {source} has another tokenizer: choose a run that began from the same "
                 "SFT policy (`trace-jax grpo --init`), or leave the field empty"

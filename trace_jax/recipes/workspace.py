@@ -25,13 +25,12 @@ from trace_jax.recipes import schedule
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory, writing
+from trace_jax.recipes.rundir import BASE, RunDirectory, writing
 from trace_jax.recipes.teacher import Lesson
 from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.sampling import Sampling, check_training
 
 TOKENIZER = chat_files.SENTENCEPIECE
-BASE = "base"  # among the checkpoints: a policy that was not trained here
 
 
 @dataclass
@@ -116,7 +115,7 @@ class Workspace:
         if not self.config.lora.rank:
             return self.base_params
         key = jax.random.key(schedule.collection_seed(self.config.seed, "adapters", 0))
-        return lora.init(self.config.policy, self.config.lora, key)
+        return jax.jit(lambda key: lora.init(self.config.policy, self.config.lora, key))(key)
 
     @property
     def axes(self) -> Any:
