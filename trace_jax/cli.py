@@ -35,7 +35,7 @@ _MEMORY = (
     "out of memory: lower rollout.slots, sft.microbatch.rows, grpo.microbatch.rows, simulator.batch, the sizes of the "
     "policy or those of the data"
 )
-_STOPPABLE = (*TRAINING, "reproduce", "eval", "export", "simulate", "inspect", "play", "certify")
+_STOPPABLE = (*TRAINING, "reproduce", "eval", "import", "export", "simulate", "inspect", "play", "certify")
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -94,10 +94,17 @@ def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
     return assess.command(args.run_dir, config, agent=args.agent, split=args.split)
 
 
+def _import(args: argparse.Namespace, config: None) -> dict[str, Any]:
+    from trace_jax.recipes import import_model
+
+    return import_model.command(args.source, args.run_dir, args.config, args.overrides)
+
+
 def _export(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
     from trace_jax.recipes import export
 
-    return export.command(args.run_dir, stage=args.stage, out=args.out)
+    asked = {"stage": args.stage, "out": args.out, "form": args.format, "dtype": args.dtype}
+    return export.command(args.run_dir, **asked, shard_bytes=args.shard_size)
 
 
 def _certify(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
@@ -154,6 +161,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "sft": _train,
     "grpo": _train,
     "eval": _eval,
+    "import": _import,
     "export": _export,
     "bench": _bench,
     "reproduce": _reproduce,
@@ -178,7 +186,8 @@ def _run(argv: Sequence[str]) -> int:
         parser.print_help()
         return 2
     overrides += _short(args, overrides)
-    config = _config(args, overrides)
+    args.overrides = overrides
+    config = None if args.command == "import" else _config(args, overrides)  # of the checkpoint, too: the recipe's work
     if args.command in ADS_ONLY:
         require_environment(config, "ads", args.command)
     result = _dry_run(args, config) if getattr(args, "dry_run", False) else COMMANDS[args.command](args, config)
@@ -199,7 +208,7 @@ def _dry_run(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
         train.check(config)
         if getattr(args, "init", None) is not None:
-            train.check_new(args.run_dir, config, args.init)
+            train.check_new(args.command, args.run_dir, config, args.init)
     print(config_io.dump(config), end="", flush=True)
     if args.command != "grpo":
         return fields

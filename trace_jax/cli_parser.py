@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,7 @@ _DRY_RUN = (
     "print the resolved configuration and a plan (sizes, memory, answers that limits would cut off) and stop",
 )
 _PROFILE = "trace N training steps of each stage, after its first two, into profile/ of the run, for xprof (default: 3)"
+_INIT = "start a new run from the policy of this run: grpo from its SFT policy, others from an imported one"
 _TRACK = "also send the figures of metrics.jsonl there; wandb reads WANDB_PROJECT, WANDB_MODE and so on"
 SPLITS = ("train", "validation", "test")
 COMMANDS = {
@@ -45,7 +47,8 @@ COMMANDS = {
     "sft": "the recipe up to the end of supervised fine-tuning",
     "grpo": "GRPO, in a run whose SFT is done or in a new one from its policy (--init)",
     "eval": "score a run's policy or a baseline on held-out episodes",
-    "export": "write a run's policy in Hugging Face layout (safetensors)",
+    "import": "begin a run with an open checkpoint: Hugging Face layout (safetensors), or a GGUF file",
+    "export": "write a run's policy in Hugging Face layout (safetensors), or its adapters for PEFT",
     "bench": "throughput as a share of what this machine can do: sim, tools, rollout, learner, probe",
     "reproduce": "a paper's ablation table at the size of a configuration",
     "report": "one self-contained HTML page of a run, finished or not",
@@ -66,6 +69,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _bytes(text: str) -> int:
+    """A size such as 5GB, 500MB or 2.5 (GB). ValueError otherwise, which argparse reports."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]?)B?", text.strip(), re.IGNORECASE)
+    size = int(float(found[1]) * 10 ** {"K": 3, "M": 6}.get(found[2].upper(), 9)) if found else 0
+    if size < 1:
+        raise ValueError(text)
+    return size
+
+
+_bytes.__name__ = "size"
 _count.__name__ = "number of steps"  # argparse: invalid number of steps value
 
 
@@ -89,6 +102,10 @@ def build() -> argparse.ArgumentParser:
         p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
         if name in (*TRAINING, "simulate"):
             p.add_argument("--dry-run", action="store_true", help=_DRY_RUN[name == "grpo"])
+        if name == "import":
+            whose = "directory with config.json and safetensors, or a GGUF file"
+            p.add_argument("--from", dest="source", type=Path, required=True, metavar="PATH", help=whose)
+            p.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="directory of the new run")
         if name in (*TRAINING, "eval", "export", "report"):
             new = name in ("train", "sft", "grpo")
             help_text = "default for new runs: runs/<config>-<date>" if new else "directory of the run"
@@ -97,8 +114,8 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--resume", action="store_true", help="continue the run in --run-dir where it stopped")
             p.add_argument("--profile", type=_count, nargs="?", const=3, default=0, metavar="N", help=_PROFILE)
             p.add_argument("--track", choices=SERVICES, help=_TRACK)
-        if name == "grpo":
-            p.add_argument("--init", type=Path, metavar="DIR", help="start a new run from the SFT policy of this run")
+        if name in TRAINING:
+            p.add_argument("--init", type=Path, metavar="DIR", help=_INIT)
         if name == "simulate":
             p.add_argument("--out", type=Path, default=Path("data"), metavar="DIR", help="default: data")
             p.add_argument("--episodes", type=int, metavar="N", help="one split of N episodes instead of data.*")
@@ -176,12 +193,25 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run directory")
         if name == "export":
             stage = f"whose policy to write; {_LATEST}"
-            p.add_argument("--stage", default="latest", choices=("latest", "best", "grpo", "sft"), help=stage)
+            stages = ("latest", "best", "grpo", "sft", "base")
+            p.add_argument("--stage", default="latest", choices=stages, help=f"{stage}; base: as it was imported")
+            form = "hf: the whole policy, adapters merged (default) | peft: the adapters alone"
+            p.add_argument("--format", default="hf", choices=("hf", "peft"), help=form)
+            types = ("float32", "bfloat16", "float16")
+            kept = "of the weights (default: as they were imported, float32 of a policy from scratch)"
+            p.add_argument("--dtype", choices=types, help=kept)
+            p.add_argument(
+                "--shard-size",
+                type=_bytes,
+                default=5 * 10**9,
+                metavar="SIZE",
+                help="a weight file gets no larger, e.g. 500MB (default: 5GB)",
+            )
             p.add_argument(
                 "--out",
                 type=Path,
                 metavar="DIR",
-                help="default: export in the run directory, export-STAGE for an older policy",
+                help="default: export (peft: adapter) in the run directory, export-STAGE for an older policy",
             )
     return parser
 
