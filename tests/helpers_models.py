@@ -53,6 +53,17 @@ def _with_gradient(graph, params, ids):
     return scores, gradient
 
 
+@partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def _scores(graph, params, ids):
+    return logits(nnx.merge(graph, params), ids)
+
+
+def logits_at_once(model, ids) -> np.ndarray:
+    """`logits` by one program."""
+    graph, params = nnx.split(model)
+    return np.asarray(_scores(graph, params, ids))
+
+
 def agree(stored, directory: Path) -> None:
     """Logits to 1e-4 and the watched gradient to 1e-3 of those of `transformers`."""
     model = hf.load_model(directory)
