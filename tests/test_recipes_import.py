@@ -220,7 +220,7 @@ def test_no_extra_is_loaded_by_the_command_line():
 
 
 def test_grpo_begins_with_the_imported_policy(source, tmp_path, capsys, compile_cache):
-    """Without SFT: after one step of Adam every weight is within reach of the imported one, and goes out in its type."""
+    """Without SFT: after one step of Adam every weight is near the imported one, and goes out in its type."""
     run = tmp_path / "run"
     ran(capsys, "import", "--from", source, "--run-dir", run, "--config", run_file(tmp_path))
     told = ran(capsys, "grpo", "--run-dir", run, "--resume", "--grpo.optimizer.learning_rate", 1e-3)

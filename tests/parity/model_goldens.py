@@ -195,7 +195,7 @@ def drawn(seed: int):
     gated = family.startswith("qwen3_5")
     kv = pick(1, 2, 3)
     settings = {
-        "hidden_size": pick(24, 32, 40),
+        "hidden_size": pick(24, 48) if family == "llama" else pick(24, 32, 40),  # Llama wants a multiple of the heads
         "num_key_value_heads": kv,
         "num_attention_heads": kv * pick(1, 2, 4),
         "head_dim": pick(8, 16) if gated else pick(6, 8, 10),
@@ -209,7 +209,7 @@ def drawn(seed: int):
     if "moe" in family:
         count = pick(2, 5, 8)
         settings |= {"num_experts": count, "num_experts_per_tok": min(count, pick(1, 2, 4))}
-        settings |= {"moe_intermediate_size": pick(6, 10)}
+        settings |= {"moe_intermediate_size": pick(8, 12)}
         settings |= SHARED if gated else {"norm_topk_prob": pick(True, False)}
         watched = GATE_UP
     else:
