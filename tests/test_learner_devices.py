@@ -16,10 +16,14 @@ VOCABULARY, WIDTH, LAYERS = 64, 32, 3
 LAYER = [[32, 32], [32, 16], [32, 48], [48, 32]]  # query and output, key and value, gate and up, down
 
 
-def started(*args):
+def started(*args, script=SCRIPT.name):
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles in half the time
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, str(SCRIPT.with_name(script)), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
 
 

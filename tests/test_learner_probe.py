@@ -4,12 +4,14 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers_hybrid import HYBRID, LORA, adapters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trace_jax.config import BatchConfig, ConfigError, MeshConfig, PolicyConfig
 from trace_jax.learner.probe import Probe, Question, transformer_scores
 from trace_jax.learner.sharding import make_mesh
+from trace_jax.policy import lora
 from trace_jax.policy.transformer import Transformer, logical_axes
 
 VOCAB = 61
@@ -27,14 +29,14 @@ def _row(ids):
     return jax.nn.log_softmax(MODEL.logits(hidden), axis=-1)
 
 
-def naive(question):
+def naive(question, scores_of=_row):
     """`l_k` by one forward pass of `S_k`, scaffold and answer for every k."""
     result = []
     for boundary in question.boundaries:
         ids = [*question.ids[:boundary], *question.scaffold, *question.answer]
         padded = np.zeros((1, LONGEST), np.int32)
         padded[0, : len(ids)] = ids
-        scores = np.asarray(_row(padded), np.float64)[0]
+        scores = np.asarray(scores_of(padded), np.float64)[0]
         start = len(ids) - len(question.answer)
         result.append(np.mean([scores[j - 1, ids[j]] for j in range(start, len(ids))]))
     return np.array(result)
@@ -145,3 +147,33 @@ def test_refuses(question, says):
 
 def test_nothing_to_ask():
     assert SHARED([]) == []
+
+
+def test_policies_with_delta_layers_and_adapters_equal_the_plain_way():
+    """Branches of recurrent layers go on from the state at their boundary; with adapters off the probe asks the base,
+    in whose arrays the adapters are trained."""
+    model = Transformer(HYBRID, VOCAB, rngs=nnx.Rngs(4))
+    base, pairs = nnx.state(model, nnx.Param), adapters()
+    frozen = lora.Frozen(base, lora.scale(LORA))
+    rng = np.random.default_rng(8)
+    ids = rng.integers(0, VOCAB, 70)
+    asked = [
+        Question(ids, [1, 2, 9, 9, 40, 70], [5, 6], [7, 8, 9]),
+        Question(rng.integers(0, VOCAB, 20), [20], [5], [7]),
+    ]
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    config = BatchConfig(128, 2)
+
+    @jax.jit
+    def row(pairs, ids):
+        in_use = lora.Adapters(pairs, frozen.scale)
+        hidden = model(ids, jax.numpy.arange(LONGEST)[None], jax.numpy.ones_like(ids), adapters=in_use)
+        return jax.nn.log_softmax(model.logits(hidden), axis=-1)
+
+    off = jax.tree.map(jax.numpy.zeros_like, pairs)
+    for params, plain in ((pairs, pairs), (None, off)):
+        axes = None if params is None else lora.axes(HYBRID, LORA)
+        found = Probe(transformer_scores(nnx.graphdef(model)), params, mesh, axes, config, frozen)(asked)
+        for question, values in zip(asked, found, strict=True):
+            want = naive(question, lambda padded, plain=plain: row(plain, padded))
+            np.testing.assert_allclose(values, want, atol=1e-5)

@@ -67,6 +67,7 @@ class SearchConfig:
     min_hops: int = 2  # facts that lead from the question to its answer, drawn between these bounds
     max_hops: int = 5
     results: int = 3  # documents that a search lists
+    demonstrations: float = 0.0  # share of the SFT transcripts that are the solver's; the others are the explorer's
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ RANGES: dict[str, tuple[Any, float]] = {
     "search.min_hops": (1, 5),
     "search.max_hops": (1, 5),
     "search.results": (1, 10),
+    "search.demonstrations": (0, 1),
     "tokenizer.vocab_size": (300, 32000),
     "tokenizer.transcripts": (1, _COUNT),
     "tokenizer.fragments": (0, 32000),

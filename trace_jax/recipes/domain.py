@@ -47,6 +47,7 @@ class Domain:
         mend: what to change when the teacher is hardly ever right; None: wrong transcripts are lessons, too.
         atoms: words that the tokenizer keeps as single pieces.
         kind: how answers are measured and shown.
+        lesson: what the teacher does for SFT, where it differs from the agent of its name.
     """
 
     split: Callable[[RunConfig, str, Path, Callable[..., Any] | None], Environment]
@@ -56,6 +57,7 @@ class Domain:
     mend: str | None
     atoms: tuple[str, ...]
     kind: Kind
+    lesson: Agent | None = None
 
     @property
     def teacher(self) -> str:
@@ -69,7 +71,7 @@ class Domain:
         task = environment.task(index)
         episode = environment.open(task)
         try:
-            transcript = self.agents[self.teacher](episode, task, rng, config)
+            transcript = (self.lesson or self.agents[self.teacher])(episode, task, rng, config)
             return task, transcript, bool(episode.grade(transcript.answer).info["full_right"])
         finally:
             episode.close()
@@ -119,6 +121,13 @@ def _solver(episode: Episode, task: Task, rng: np.random.Generator, config: RunC
     return explorer.solve(episode, task, config.environment.prompt)
 
 
+def _search_lesson(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
+    """Mostly the explorer's."""
+    if config.search.demonstrations and rng.random() < config.search.demonstrations:
+        return _solver(episode, task, rng, config)
+    return _explorer(episode, task, rng, config)
+
+
 DOMAINS: dict[str, Domain] = {
     "ads": Domain(
         split=_ads_split,
@@ -138,6 +147,7 @@ DOMAINS: dict[str, Domain] = {
         # Names are copied, and relations are looked up, where a question, a document and a call hold the same token.
         atoms=(*corpus.WORDS, *corpus.RELATION),
         kind=KINDS["search"],
+        lesson=_search_lesson,
     ),
 }
 SCRIPTED = tuple(name for domain in DOMAINS.values() for name in domain.agents)
