@@ -15,10 +15,12 @@ from helpers_chat import chat_of
 from recipes_helpers import compile_cache, records
 
 from trace_jax import cli, config_io
-from trace_jax.config import PolicyConfig
+from trace_jax.config import PolicyConfig, TokenizerConfig
 from trace_jax.config_rules_policy import parameters
 from trace_jax.policy import hf, hf_read
+from trace_jax.policy.chat import CONTROL, NanoChat
 from trace_jax.policy.hf_files import SafetensorFiles
+from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.policy.transformer import Transformer
 
 __all__ = ["compile_cache"]  # fixture
@@ -55,15 +57,24 @@ grpo:
 """
 
 
+def drawn(cfg: PolicyConfig, vocab_size: int, **changes) -> Transformer:
+    """A policy of random numbers, which NumPy draws: nothing is compiled."""
+    model = nnx.eval_shape(lambda: Transformer(cfg, vocab_size, rngs=nnx.Rngs(0)))
+    state, rng = nnx.state(model, nnx.Param), np.random.default_rng(0)
+    shapes = {name: value.shape for name, value in nnx.to_pure_dict(state).items()}
+    values = {n: 1 + 0.1 * rng.normal(size=s) if "norm" in n else 0.2 * rng.normal(size=s) for n, s in shapes.items()}
+    nnx.replace_by_pure_dict(state, {n: jnp.asarray(v, jnp.float32) for n, v in (values | changes).items()})
+    return nnx.merge(nnx.graphdef(model), state)
+
+
 def talkative() -> Transformer:
     """A random policy that ends its turns: all hidden states share a direction, in which the stop token scores high."""
-    model = Transformer(CFG, CFG.vocab_size, rngs=nnx.Rngs(0))
-    common = np.ones(CFG.width, np.float32)
-    model.embedding[...] = 0.1 * model.embedding[...] + common
-    head = np.array(0.1 * model.head[...])
-    head[:, CHAT.stop_id] = 5.0 / CFG.width * common
-    model.head[...] = jnp.asarray(head)
-    return model
+    rng = np.random.default_rng(1)
+    embedding = 1 + 0.02 * rng.normal(size=(CFG.vocab_size, CFG.width))
+    head = 0.02 * rng.normal(size=(CFG.width, CFG.vocab_size))
+    head[:, CHAT.stop_id] = 5.0 / CFG.width
+    quiet = {n: 0.02 * rng.normal(size=(CFG.layers, w, CFG.width)) for n, w in (("output", 64), ("down", 48))}
+    return drawn(CFG, CFG.vocab_size, embedding=embedding, head=head, **quiet)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +190,7 @@ def test_damaged_checkpoints_leave_nothing(damage, says, source, tmp_path, capsy
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path, capsys):
     cfg = dataclasses.replace(CFG, vocab_size=0)
-    hf.export(tmp_path / "m", Transformer(cfg, 64, rngs=nnx.Rngs(0)), CHAT)
+    hf.export(tmp_path / "m", drawn(cfg, 64), CHAT)
     assert "64: use the files of one model" in refused(
         capsys, "import", "--from", tmp_path / "m", "--run-dir", tmp_path / "run"
     )
@@ -254,3 +265,14 @@ def test_adapters_are_trained_by_sft_and_grpo_and_exported_both_ways(source, tmp
                 tensor = tensor + 3.0 * pairs.array(b) @ pairs.array(a)
             np.testing.assert_allclose(whole.array(name), tensor, atol=1e-5)
     assert {r["stage"] for r in records(run)} >= {"sft", "grpo"}
+
+
+def test_a_policy_from_scratch_comes_back_with_its_own_tokenizer(tmp_path, capsys):
+    tokenizer = SentencePieceTokenizer.train(["SELECT a FROM b", "yes"] * 9, TokenizerConfig(vocab_size=300), CONTROL)
+    cfg = dataclasses.replace(CFG, vocab_size=0)
+    hf.export(tmp_path / "m", drawn(cfg, tokenizer.vocab_size), NanoChat(tokenizer))
+    ran(capsys, "import", "--from", tmp_path / "m", "--run-dir", tmp_path / "run")
+    assert (tmp_path / "run" / "tokenizer.model").exists() and not (tmp_path / "run" / "tokenizer.json").exists()
+    ran(capsys, "export", "--run-dir", tmp_path / "run")
+    for name in ("model.safetensors", "tokenizer.model", "tokenizer.json", "config.json", "generation_config.json"):
+        assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "run" / "export" / name).read_bytes(), name
