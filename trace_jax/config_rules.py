@@ -209,11 +209,14 @@ def _memory(c: RunConfig) -> None:
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a system that says
         return
-    count = config_rules_policy.parameters(c.policy, c.tokenizer.vocab_size)
-    share = 12 * count / (c.mesh.fsdp * c.mesh.tensor * c.mesh.expert)  # bytes on one device
+    count = config_rules_policy.parameters(c.policy, c.policy.vocab_size or c.tokenizer.vocab_size)
+    # float32 parameters and two moments, or the frozen base of adapters
+    size = 12 if not c.lora.rank else 2 if c.policy.param_dtype == "bfloat16" else 4
+    share = size * count / (c.mesh.fsdp * c.mesh.tensor * c.mesh.expert)  # bytes on one device
     _refuse(
         share > MEMORY_FACTOR * machine,
-        f"`policy` has {count / 1e9:.3g} billion parameters, {share / 2**30:.3g} GiB a device with their Adam moments, "
+        f"`policy` has {count / 1e9:.3g} billion parameters, {share / 2**30:.3g} GiB a device"
+        f"{'' if c.lora.rank else ' with their Adam moments'}, "
         f"and this machine has {machine / 2**30:.3g} GiB: lower `policy.layers`, `policy.width` or `policy.mlp_width`",
     )
 

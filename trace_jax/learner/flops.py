@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from trace_jax.config import PolicyConfig
+from trace_jax.config_rules_policy import ATTENTION, DELTA, mixers
 
 # Dense bfloat16 matmul FLOP/s of one device, from the makers' data sheets (no sparsity). The first name that the
 # device kind contains counts, so the longer of two comes first.
@@ -31,17 +32,23 @@ PEAKS = {
 def flops_per_token(policy: PolicyConfig, vocab_size: int, attended: float) -> float:
     """Model FLOPs of one token in training: forward, and twice that for the backward pass.
 
-    Two per weight and token in every matmul, plus scores and values over the tokens attended. Recomputation (remat,
-    chunked logits), masked-out attention and padding are the implementation's own cost and are not counted.
+    Two per weight and token in every matmul (of experts those that the token has), plus scores and values over the
+    tokens attended, or reading, changing and asking the state of a delta layer. Recomputation (remat, chunked logits),
+    masked-out attention and padding are the implementation's own cost and are not counted.
 
     Args:
         attended: mean number of tokens a token attends to, itself included.
     """
-    query, shared = policy.heads * policy.head_dim, policy.kv_heads * policy.head_dim
-    layer = policy.width * (2 * query + 2 * shared) + 3 * policy.width * policy.mlp_width
-    weights = policy.layers * layer + policy.width * vocab_size
-    attention = policy.layers * 2 * query * attended
-    return 3 * 2 * (weights + attention)
+    p, kinds = policy, mixers(policy)
+    query, shared = p.heads * p.head_dim, p.kv_heads * p.head_dim
+    attention = p.width * ((2 + p.attention_gate) * query + 2 * shared) + 2 * query * attended
+    key, value = p.delta_key_heads * p.delta_key_dim, p.delta_value_heads * p.delta_value_dim
+    delta = p.width * (2 * key + 3 * value + 2 * p.delta_value_heads) + p.conv_width * (2 * key + value)
+    delta += 3 * p.delta_value_dim * p.delta_key_dim * p.delta_value_heads
+    feed = 3 * p.width * (p.mlp_width + p.experts_per_token * p.expert_width + p.shared_expert_width)
+    feed += p.width * p.experts
+    layers = kinds.count(ATTENTION) * attention + kinds.count(DELTA) * delta + p.layers * feed
+    return 3 * 2 * (layers + p.width * vocab_size)
 
 
 def attended(lengths: Sequence[int] | Int[np.ndarray, " n"]) -> float:

@@ -17,7 +17,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from trace_jax.config import RunConfig
+from trace_jax.config_rules_policy import ATTENTION, DELTA, mixers
 from trace_jax.learner import packing, sharding
+from trace_jax.policy import lora
 from trace_jax.policy.cache import default_block
 from trace_jax.policy.transformer import Transformer, logical_axes
 
@@ -43,6 +45,14 @@ class Sizes:
         model = nnx.eval_shape(lambda: Transformer(config.policy, vocab_size, rngs=nnx.Rngs(0)))
         return cls(nnx.state(model, nnx.Param), logical_axes(model))
 
+    @classmethod
+    def trained(cls, config: RunConfig, vocab_size: int) -> Sizes:
+        """Shapes of what is trained: adapters, or all of it."""
+        if not config.lora.rank:
+            return cls.of(config, vocab_size)
+        like = jax.eval_shape(lambda key: lora.init(config.policy, config.lora, key), jax.random.key(0))
+        return cls(like, lora.axes(config.policy, config.lora))
+
     @property
     def count(self) -> int:
         """Parameters in all."""
@@ -57,7 +67,7 @@ class Sizes:
 
         def held(p, names):
             spec = sharding.spec(names, p.shape, mesh, rules)
-            return FLOAT * prod(jax.sharding.NamedSharding(mesh, spec).shard_shape(p.shape))
+            return p.dtype.itemsize * prod(jax.sharding.NamedSharding(mesh, spec).shard_shape(p.shape))
 
         return sum(jax.tree.leaves(jax.tree.map(held, self.params, self.axes)))
 
@@ -75,10 +85,10 @@ def estimate(config: RunConfig, vocab_size: int, learner: Mesh, sampler: Mesh) -
         when it reads the learner's), `kv_cache` with every slot full, `sampling` (scores of a decoding step). `learner`
         and `sampler` are their sums, `total` what the fullest device needs.
     """
-    sizes = Sizes.of(config, vocab_size)
-    held = sizes.bytes_on(learner)
+    sizes, trained = Sizes.of(config, vocab_size), Sizes.trained(config, vocab_size)
+    held = trained.bytes_on(learner)
     learning = {
-        "parameters": held,
+        "parameters": sizes.bytes_on(learner) + (held if config.lora.rank else 0),
         "moments": 2 * held,
         "gradients": 2 * held,
         **_micro_batch(config, vocab_size, learner),
@@ -103,10 +113,15 @@ def _micro_batch(config: RunConfig, vocab_size: int, mesh: Mesh) -> dict[str, in
     query, shared = policy.heads * policy.head_dim / tensor, policy.kv_heads * policy.head_dim / tensor
     # Input, its norm, sum after attention, its norm; queries as they come, normalised, rotated and as attention stores
     # them, and its outputs; keys and values likewise; gate, its activation, up and their product.
-    layer = wide * (4 * policy.width + 5 * query + 4 * shared + 4 * policy.mlp_width / tensor)
+    # A mixer of a delta layer keeps about as much as attention of its width, float32.
+    key, value = (policy.delta_key_heads * policy.delta_key_dim, policy.delta_value_heads * policy.delta_value_dim)
+    query, shared = max(query, 4 * key / tensor), max(shared, 4 * value / tensor)
+    hidden = policy.mlp_width + policy.experts_per_token * policy.expert_width + policy.shared_expert_width
+    copies = policy.experts_per_token * 2 * policy.width  # inputs and results of a token's experts
+    layer = wide * (4 * policy.width + 5 * query + 4 * shared + 4 * hidden / tensor + copies)
     kept = {  # of a layer whose turn has not come: all, matmul results and its input, its input
         "none": layer,
-        "dots": wide * (3 * policy.width + query + 2 * shared + 2 * policy.mlp_width / tensor),
+        "dots": wide * (3 * policy.width + query + 2 * shared + 2 * hidden / tensor),
         "full": wide * policy.width,
     }[policy.remat]
     layers = layer + (policy.layers - 1) * kept
@@ -133,8 +148,11 @@ def _sampling(config: RunConfig, vocab_size: int, mesh: Mesh) -> dict[str, int]:
     slots = -(-rollout.slots // (mesh.size // (tensor * mesh.shape["expert"])))
     block = default_block()
     positions = -(-rollout.context // block) * block
-    token = 2 * policy.layers * policy.kv_heads / tensor * policy.head_dim * np.dtype(rollout.cache_dtype).itemsize
+    kinds = mixers(policy)
+    token = 2 * kinds.count(ATTENTION) * policy.kv_heads / tensor * policy.head_dim
+    state = policy.delta_value_heads * policy.delta_key_dim * policy.delta_value_dim / tensor * kinds.count(DELTA)
+    cache = positions * token * np.dtype(rollout.cache_dtype).itemsize + FLOAT * state
     return {
-        "kv_cache": int(slots * positions * token),
+        "kv_cache": int(slots * cache),
         "sampling": int(SCORE_COPIES * FLOAT * slots * vocab_size),
     }
