@@ -230,6 +230,7 @@ def test_no_extra_is_loaded_by_the_command_line():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 def test_grpo_begins_with_the_imported_policy(source, tmp_path, capsys, compile_cache):
     """Without SFT: after one step of Adam every weight is near the imported one, and goes out in its type."""
     run = tmp_path / "run"
