@@ -18,7 +18,7 @@ from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.plan_memory import Sizes, estimate
 from trace_jax.recipes.plan_probe import Investigations
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import BASE, RunDirectory
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.trajectory import Trajectory
 
@@ -45,7 +45,7 @@ def dry_run(config: RunConfig, run_dir: Path | None, source: Path | None) -> dic
     with Interrupt() as interrupt:
         seen, who = _probe(config, run_dir, source, interrupt)
     grpo = config.grpo
-    vocab_size = seen.vocab_size if who == "policy" else config.tokenizer.vocab_size
+    vocab_size = config.policy.vocab_size or (seen.vocab_size if who == "policy" else config.tokenizer.vocab_size)
     sequences = grpo.prompts * grpo.group
     lengths = np.minimum(seen.needs["context"], config.rollout.context)
     memory = estimate(config, vocab_size, *role_meshes(config.mesh))
@@ -118,7 +118,7 @@ def _policy(config: RunConfig, run_dir: Path | None, source: Path | None) -> tup
         run.refuse_used(config)
     work = Workspace(run, Progress(), Interrupt())
     if not work.is_finished("sft"):
-        return path, None
+        return path, BASE if work.imported and work.store("sft").latest() is None else None
     return path, "sft" if source is not None else work.latest_stage()
 
 

@@ -23,7 +23,7 @@ from trace_jax.recipes import schedule
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import BASE, RunDirectory, stored_config
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.collect import collect
 from trace_jax.rollout.trajectory import Trajectory
@@ -98,10 +98,11 @@ def _tasks(config: RunConfig, count: int, interrupt: Interrupt) -> Environment:
 def of_policy(config: RunConfig, path: Path, stage: str, interrupt: Interrupt) -> Investigations:
     """The policy of a stage of the run in `path` investigates, sampled within the limits of `config`."""
     limits = dataclasses.replace(config.rollout, slots=min(config.rollout.slots, POLICY_COUNT))
-    config = config.replace(rollout=limits)
+    # Adapters that a new run will train on this policy change nothing yet.
+    config = config.replace(rollout=limits, lora=stored_config(path).lora)
     environment = _tasks(config, POLICY_COUNT, interrupt)
     work = Workspace(RunDirectory(path, config, lock=False), Progress(), interrupt)
-    work.engine.set_params(work.trained_params(stage), 0)
+    work.engine.set_params(work.initial_params if stage == BASE else work.trained_params(stage), 0)
     trajectories = collect(
         work.engine,
         work.chat,
