@@ -26,8 +26,8 @@ CONFIG = ROOT / "configs" / "smollm2_135m.yaml"
 COMMAND = [sys.executable, "-c", "import sys; from trace_jax.startup import main; sys.exit(main())"]
 DEVICE = "import jax; d = jax.devices(); print(d[0].device_kind, len(d), jax.__version__, sep='|')"
 TINY = {
-    "policy.dtype": "float32", "rollout.cache_dtype": "float32", "rollout.slots": 4, "rollout.max_turns": 4,
-    "rollout.max_turn_tokens": 96, "sft.trajectories": 4, "sft.batch": 2, "sft.microbatch.rows": 1, "grpo.steps": 1,
+    "policy.dtype": "float32", "rollout.cache_dtype": "float32", "rollout.slots": 4, "rollout.max_turns": 10,
+    "sft.trajectories": 4, "sft.batch": 2, "sft.microbatch.rows": 1, "grpo.steps": 1,
     "grpo.prompts": 1, "grpo.group": 2, "grpo.microbatch.rows": 1, "grpo.validation_episodes": 0, "data.train": 8,
     "data.validation": 4, "data.test": 2, "evaluation.samples": 1,
 }  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import jax
@@ -70,6 +70,16 @@ class MeshPlacement(Placement):
         gives = _by_axes(lambda names: PartitionSpec(*(stored[a] for a in names)), out_axes)
         mapped = jax.shard_map(shard, mesh=self.mesh, in_specs=takes, out_specs=gives, check_vma=False)
         return mapped(*arrays)
+
+    def over_heads(self, function, q, k, v, segments):
+        ways, heads, keys = self.mesh.shape["tensor"], q.shape[2], k.shape[2]
+        split = None if heads % ways else "tensor"
+        if split and keys % ways:  # too few keys for all devices: neighbours have the same
+            k, v = (jnp.repeat(x, lcm(keys, ways) // keys, axis=2) for x in (k, v))
+        array, row = PartitionSpec(ROWS, None, split, None), PartitionSpec(ROWS, None)
+        specs = (array, array, array, row)
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=array, check_vma=False)
+        return mapped(q, k, v, segments)
 
     def _on(self, array, entries):
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*entries)))

@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax.config import PolicyConfig
 from trace_jax.config_rules_policy import DELTA, mixers, rotated
-from trace_jax.policy import attention, delta_net, delta_rule, layers, lora, moe
+from trace_jax.policy import attention, delta_net, delta_rule, kernels, layers, lora, moe
 from trace_jax.policy.cache import KVCache
-from trace_jax.policy.placement import ANYWHERE, Placement
+from trace_jax.policy.placement import Placement
 
 DELTA_SMALL = ("conv_query", "conv_key", "conv_value", "decay_rate", "decay_bias", "delta_norm")
 
@@ -115,18 +115,16 @@ class Packed:
         placement: Placement,
         branches: attention.Branches | None,
     ):
-        self._shape = rows, time = positions.shape
+        self._shape = positions.shape
         self._rope = attention.rope_table(positions, rotated(cfg), cfg.rope_theta)
-        self._bias = attention.packed_bias(segments, positions, branches)
-        one_cpu = jax.default_backend() == "cpu" and placement is ANYWHERE
-        self._at_once = attention.rows_in_cache(rows, time, cfg.heads) if one_cpu else None
+        self._attend = kernels.packed(cfg, positions, segments, placement, branches)
         reach = cfg.conv_width - 1
         self._layout = delta_rule.layout(segments, positions, branches, reach) if DELTA in mixers(cfg) else None
 
     def attention(self, block: Block, h: Float[Array, "n D"]) -> Float[Array, "n D"]:
         """Causal attention inside segments."""
         q, k, v = _heads(block, h, self._shape, self._rope)
-        return _attended(block, h, attention.packed_attention(q, k, v, self._bias, self._at_once))
+        return _attended(block, h, self._attend(q, k, v))
 
     def delta(self, block: Block, h: Float[Array, "n D"]) -> Float[Array, "n D"]:
         """The gated delta rule inside segments."""

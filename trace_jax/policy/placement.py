@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,21 @@ class Placement:
                 device made of its own rows and experts.
         """
         return function(0, *arrays)
+
+    def over_heads(
+        self,
+        function: Callable,
+        q: Float[Array, "B T H h"],
+        k: Float[Array, "B T K h"],
+        v: Float[Array, "B T K h"],
+        segments: Int[Array, "B T"],
+    ) -> Float[Array, "B T H h"]:
+        """Attention on the rows and heads of each device.
+
+        Args:
+            function: (q, k, v, segments) -> out; equally many heads share each key.
+        """
+        return function(q, k, v, segments)
 
 
 ANYWHERE = Placement()
