@@ -73,6 +73,23 @@ def test_more_shapes(kernel, time, heads, kv_heads, width):
     check(kernel, time, heads, kv_heads, width)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [kernels.splash, kernels.flash])
+def test_16_bits(kernel):
+    """As near to 32 bits as attention with a bias in 16 bits is, and of the type it was given."""
+    q, k, v, weight, segments = arrays(128, 2, 1, 64, dtype="bfloat16")
+
+    def run(function, *given):
+        return jax.jit(lambda *a: both_ways(lambda *b: function(*b, segments), *a))(*given)
+
+    exact = run(with_bias, *(x.astype(jnp.float32) for x in (q, k, v, weight)))
+    got, other = run(lambda *a: kernel(*a, interpret=True), q, k, v, weight), run(with_bias, q, k, v, weight)
+    for a, b, c in zip(got, other, exact, strict=True):
+        assert a.dtype == jnp.bfloat16
+        near, bound = (float(jnp.linalg.norm(x.astype(jnp.float32) - c)) for x in (a, b))
+        assert near < 2 * bound
+
+
 def test_choice():
     """By platform, row length, head width and type."""
     assert kernels.choose("tpu", 256, 80, "float32") is kernels.splash

@@ -18,7 +18,8 @@ where heads share them (jax-ml/jax pull request 39521). 32-bit policies keep `pa
 would multiply in TF32.
 
 On a mesh a kernel runs inside `Placement.over_heads`, on the rows and heads of each device: the compiler cannot split
-it.
+it. Tests interpret both kernels, compile the first for TPU topologies and lower the second for CUDA; tile sizes were
+chosen to fit and are not tuned on a device.
 
 Axes: B rows, T tokens, H query heads, K key/value heads, h head width.
 """
