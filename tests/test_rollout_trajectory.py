@@ -105,5 +105,5 @@ def test_greedy_trajectories_give_no_behaviour_logprobs():
 )
 def test_foreign_parquet_files_are_one_clear_line(tmp_path, table):
     pq.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(ConfigError, match="^[^\\n]*x.parquet is no trajectory file[^\\n]*delete it$"):
+    with pytest.raises(ConfigError, match="^[^\\n]*x.parquet is no trajectory file[^\\n]*name one of trajectories/$"):
         read_parquet(tmp_path / "x.parquet")

@@ -118,10 +118,12 @@ def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
     if args.run_dir is not None and args.kind != "probe":
         raise ConfigError(f"bench {args.kind} looks at no run: leave --run-dir out")
-    result = bench.run(args.kind, config, repeats=args.repeats, peers=args.peers)
     if args.run_dir is not None:
         from trace_jax.recipes import probe_share
 
+        probe_share.check(args.run_dir)
+    result = bench.run(args.kind, config, repeats=args.repeats, peers=args.peers)
+    if args.run_dir is not None:
         result |= probe_share.measure(args.run_dir, args.repeats)
         del result["note"]
     print(bench.text(result))

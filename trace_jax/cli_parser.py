@@ -179,8 +179,10 @@ def build() -> argparse.ArgumentParser:
         if name == "reproduce":
             p.formatter_class = argparse.RawDescriptionHelpFormatter
             p.description = f"{text}\n\nSTUDY is one of\n" + "".join(
-                f"  {k:13s}{s.about}\n" for k, s in STUDIES.items()
+                f"  {k:13s}{s.about}\n{' ' * 15}{', '.join(map(repr, s.variants))}\n" for k, s in STUDIES.items()
             )
+            shape = ", ".join(f"{k} {v}" for k, v in next(iter(STUDIES.values())).shape.items())
+            p.description += f"\nA study sets these fields of grpo for all of its runs: {shape}.\n"
             p.add_argument("study", choices=tuple(STUDIES), metavar="STUDY", help=", ".join(STUDIES))
             p.add_argument(
                 "--init", type=Path, metavar="DIR", help="start from the SFT policy of this run (default: train one)"

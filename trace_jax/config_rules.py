@@ -240,6 +240,10 @@ def _environment(c: RunConfig) -> None:
                 "leave it out"
             )
     _refuse(
+        c.environment.name == "search" and c.environment.reward_format >= 1,
+        "`environment.reward_format` 1 pays every answer that can be read alike, right or wrong: lower it",
+    )
+    _refuse(
         c.search.min_hops > c.search.max_hops,
         f"`search.min_hops` ({c.search.min_hops}) exceeds `search.max_hops` ({c.search.max_hops}): lower it",
     )

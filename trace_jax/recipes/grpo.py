@@ -54,6 +54,8 @@ def train(work: Workspace, profile: int = 0) -> dict[str, float | None]:
     total = config.steps * config.iterations
     learner = work.learner(grpo_objective(config), config.optimizer, total, Sampling.of(work.config.rollout))
     probe = TurnProbe(work, reference(work, start_params)) if config.turn_credit.enabled else None
+    if probe is not None:
+        probe.check(work.environment("train"))
     with work.store(STAGE) as store, Generation(work, STAGE, probe) as generation:
         restored = restore_state(store, learner, start_params)
         state, extra = restored or (learner.init(start_params), {})

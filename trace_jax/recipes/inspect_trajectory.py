@@ -58,6 +58,8 @@ def show(path: Path, index: int | None, split: str) -> dict[str, Any]:
     path = _file(path)
     rows = read_parquet(path)
     index = index or 0
+    if not rows:
+        raise ConfigError(f"{path} holds no trajectory: name another file")
     if not 0 <= index < len(rows):
         raise ConfigError(f"--index {index}: {path} has trajectories 0 to {len(rows) - 1}")
     collected = path.parent.name == "trajectories" and path.name.startswith("grpo-")
@@ -106,9 +108,12 @@ def turns(t: Trajectory, work: Workspace, outcome: float | None) -> list[Seen]:
     """The turns of a probed trajectory."""
     config = work.config.grpo.turn_credit
     values = turn_credit.values(np.array(t.probes), config.epsilon)
+    deltas = turn_credit.FORMS[config.form](turn_credit.gaps(np.array(t.probes), config.epsilon))
     credits = turn_credit.turn_credits(np.array(t.probes), config)
     advantages = None
-    if outcome is not None:
+    if outcome is not None and not config.pays:
+        advantages = np.full(len(t.ids), outcome)  # training used the outcome alone
+    elif outcome is not None:
         advantages = turn_credit.token_advantages(t.turn_index, t.loss_mask, t.probes, outcome, config)
     result = []
     for k in range(int(t.turn_index.max(initial=-1)) + 1):
@@ -120,7 +125,7 @@ def turns(t: Trajectory, work: Workspace, outcome: float | None) -> list[Seen]:
                 work.chat.parse_turn(sampled.tolist()),
                 "".join(text for _, text in work.chat.given(read.tolist())) if len(read) else None,
                 float(values[k + 1]) if paid else None,
-                float(values[k + 1] - values[k]) if paid else None,
+                float(deltas[k]) if paid else None,
                 float(credits[k]) if paid else None,
                 None if advantages is None else float(advantages[mine & t.loss_mask][0]),
             )
@@ -153,7 +158,7 @@ def _lines(t: Trajectory, user: str, gold: str, seen: list[Seen], path: Path, in
     for number, s in enumerate(seen, 1):
         worth = "" if s.value is None else f"value {s.value:+.3f} ({s.delta:+.3f}), credit {s.credit:+.3f}"
         worth += "" if s.advantage is None else f"{', ' if worth else ''}advantage {s.advantage:+.3f}"
-        best = s.delta is not None and s.delta > 0 and s.delta == max(o.delta for o in seen if o.delta is not None)
+        best = s.credit is not None and s.credit > 0 and s.credit == max(o.credit for o in seen if o.credit is not None)
         yield (
             f"turn {number:<6d} {s.turn.kind}: {worth}" + ("   <- paid most" if best else ""),
             "bold green" if best else "bold",

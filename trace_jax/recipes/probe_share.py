@@ -20,6 +20,19 @@ from trace_jax.recipes.workspace import Workspace
 WARM_STEPS = 2  # they compile
 
 
+def check(run_dir: Path) -> None:
+    """Refuses what `measure` would, before anything is measured.
+
+    Raises:
+        ConfigError: no run, or its SFT is not finished.
+    """
+    with RunDirectory.open(run_dir, lock=False) as source:
+        if not Workspace(source, Progress(), Interrupt()).is_finished("sft"):
+            raise ConfigError(
+                f"SFT of {run_dir} is not finished: run `trace-jax sft --run-dir {run_dir} --resume` first"
+            )
+
+
 def measure(run_dir: Path, repeats: int) -> dict[str, Any]:
     """Some GRPO steps with turn credit from a run's SFT policy, in a directory that is thrown away.
 
@@ -29,12 +42,8 @@ def measure(run_dir: Path, repeats: int) -> dict[str, Any]:
     Raises:
         ConfigError: no run, or its SFT is not finished.
     """
+    check(run_dir)
     with RunDirectory.open(run_dir, lock=False) as source, tempfile.TemporaryDirectory() as folder:
-        theirs = Workspace(source, Progress(), Interrupt())
-        if not theirs.is_finished("sft"):
-            raise ConfigError(
-                f"SFT of {run_dir} is not finished: run `trace-jax sft --run-dir {run_dir} --resume` first"
-            )
         credit = dataclasses.replace(source.config.grpo.turn_credit, enabled=True)
         steps = WARM_STEPS + repeats
         config = source.config.replace(

@@ -56,17 +56,23 @@ def command(
     Raises:
         ConfigError: bad input. Interrupted: everything is saved.
     """
-    study = STUDIES[name]
+    study, out = STUDIES[name], out.resolve()
     chosen = _chosen(study, variants)
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"--seeds {' '.join(map(str, seeds))} names one twice: each is a run of its own")
-    planned = {v: _config(config, study, v, steps) for v in chosen}
+    for seed in seeds:
+        config_io.override(config, [("seed", str(seed))])
+    every = {v: _config(config, study, v, steps) for v in study.variants}
+    planned = {v: every[v] for v in chosen}
     for planned_config in planned.values():
         train.check(planned_config)
+        if source is not None:
+            train.check_new("grpo", None, planned_config, source)
     out.mkdir(parents=True, exist_ok=True)
+    _same_source(out, source)
     _keep_programs(out)
     source = _sft(config, out) if source is None else source
-    table: dict[str, dict[int, dict[str, Any]]] = {}
+    table = _finished_runs(out, every)
     result: dict[str, Any] = {}
     count = len(seeds) * len(chosen)
     for number, (seed, variant) in enumerate((s, v) for s in seeds for v in chosen):
@@ -78,11 +84,13 @@ def command(
         records = _run(out / _file_name(variant, seed), run_config, source)
         table.setdefault(variant, {})[seed] = _figures(records, planned[variant])
         # after every run: the table can be read before it is whole
-        result = {"study": name, "baseline": chosen[0], "steps": planned[chosen[0]].grpo.steps, "runs": table}
-        result |= {"summary": reproduce_table.summary(table, chosen[0])}
+        shown = {v: dict(sorted(table[v].items())) for v in study.variants if v in table}
+        first = next(iter(shown))
+        result = {"study": name, "baseline": first, "steps": every[first].grpo.steps, "runs": shown}
+        result |= {"summary": reproduce_table.summary(shown, first)}
         _write(out / "table.json", json.dumps(result, indent=1))
         _write(out / "table.md", reproduce_table.markdown(result))
-        _write(out / "curves.svg", reproduce_table.curves(table))
+        _write(out / "curves.svg", reproduce_table.curves(shown))
     print(reproduce_table.markdown(result), end="")
     return result
 
@@ -91,7 +99,7 @@ def _chosen(study: Study, variants: Sequence[str]) -> list[str]:
     for v in variants:
         if v not in study.variants:
             meant = config_io.nearest(v, study.variants)
-            mend = f"did you mean {meant!r}?" if meant else f"choose from {', '.join(study.variants)}"
+            mend = f"did you mean {meant!r}?" if meant else f"choose from {', '.join(map(repr, study.variants))}"
             raise ConfigError(f"--variants {v!r}: {mend}")
     # the first one is what the others are compared to; what a variant's reference comes from is run, too
     wanted = {*variants, *(study.references[v] for v in variants if v in study.references)}
@@ -102,6 +110,7 @@ def _config(config: RunConfig, study: Study, variant: str, steps: int | None) ->
     fields: dict[str, Any] = dict(study.shape)
     if steps is not None:
         fields |= {"steps": steps, "validate_every": steps, "save_every": steps}
+    fields["validation_episodes"] = min(fields["validation_episodes"], config.data.validation)
     fields |= study.variants[variant]
     pairs = [(f"grpo.{k}", json.dumps(v).strip('"')) for k, v in fields.items()]
     return config_io.override(config, pairs)
@@ -111,6 +120,12 @@ def _sft(config: RunConfig, out: Path) -> Path:
     """The SFT policy of a study that was given none."""
     path = out / "sft"
     begun = (path / "config.yaml").exists()
+    if begun:
+        changed = config_io.differences(stored_config(path), config)
+        if changed := [f for f in changed if not f.startswith(("grpo.", "evaluation."))]:
+            raise ConfigError(
+                f"{path} is of another study (`{changed[0]}` differs): give another --out, or the old settings"
+            )
     _train("sft", path, stored_config(path) if begun else config, resume=begun)
     return path
 
@@ -120,14 +135,50 @@ def _run(path: Path, config: RunConfig, source: Path) -> list[dict[str, Any]]:
     begun = (path / "config.yaml").exists()
     if begun and (changed := config_io.differences(stored_config(path), config)):
         raise ConfigError(
-            f"{path} is of another study (`{changed[0]}` differs): give another --out, or the settings it began with"
+            f"{path} is of another study (`{changed[0]}` differs): give another --out, or the old settings"
         )
     if not begun:
         _share_data(source, path)
     if not begun or not _finished(path):
         _train("grpo", path, config, resume=begun, source=None if begun else source)
-    lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return _records(path)
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The figures of a run."""
+    file = path / "metrics.jsonl"
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or f"a line is not JSON: {error}"
+        raise ConfigError(f"cannot read {file} ({reason}): restore it, or remove {path} to run it again") from error
+
+
+def _same_source(out: Path, source: Path | None) -> None:
+    """Keeps which SFT policy a study began with: runs from another one do not belong into its table."""
+    file, mine = out / "source.txt", "sft" if source is None else str(source.resolve())
+    if not file.exists():
+        _write(file, mine + "\n")
+    elif (before := file.read_text(encoding="utf-8").strip()) != mine:
+        raise ConfigError(
+            f"{out} is a study from the policy of {before}, not of {mine}: give another --out, or its --init"
+        )
+
+
+def _finished_runs(out: Path, planned: Mapping[str, RunConfig]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Figures of the runs that are there already, whoever asked for them."""
+    table: dict[str, dict[int, dict[str, Any]]] = {}
+    for variant, config in planned.items():
+        stem = _file_name(variant, 0)[:-1]
+        for path in sorted(out.glob(f"{stem}*/config.yaml")):
+            seed = path.parent.name.removeprefix(stem)
+            if not seed.isdigit():
+                continue
+            stored = stored_config(path.parent)
+            changed = config_io.differences(stored, config.replace(seed=int(seed)))
+            if set(changed) <= {"grpo.turn_credit.reference"} and _finished(path.parent):
+                table.setdefault(variant, {})[int(seed)] = _figures(_records(path.parent), config)
+    return table
 
 
 def _train(*args: Any, **kwargs: Any) -> None:

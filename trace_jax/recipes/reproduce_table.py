@@ -88,10 +88,13 @@ def markdown(result: Mapping[str, Any]) -> str:
                 cell += f" in {f['seeds']} of {seeds}"
             cells.append(cell)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines.append(
-        f"\n{result['steps']} steps, {seeds} seeds; ± is half of a 95 % interval over seeds (Student's t), in brackets "
-        f"the difference to {baseline}, seed by seed.\n"
-    )
+    if seeds == 1:
+        lines.append(f"\n{result['steps']} steps, 1 seed: no intervals; in brackets the difference to {baseline}.\n")
+    else:
+        lines.append(
+            f"\n{result['steps']} steps, {seeds} seeds; ± is half of a 95 % interval over seeds (Student's t), in "
+            f"brackets the difference to {baseline}, seed by seed.\n"
+        )
     return "\n".join(lines)
 
 

@@ -125,6 +125,7 @@ FIRST_USED = {
     "grpo": "grpo",
     "grpo.save_every": "",
     "grpo.keep_best": "",
+    "grpo.turn_credit.microbatch": "",  # shapes of the probe's batches: its values do not depend on them
     "evaluation": "grpo",
 }
 

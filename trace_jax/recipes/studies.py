@@ -53,7 +53,8 @@ STUDIES: dict[str, Study] = {
             "GSPO": {"objective": "gspo", **_GSPO},
             "GRPO, one step behind": {"objective": "grpo", "aggregation": "seq_mean_token_mean", "staleness": 1},
         },
-        _SHAPE | {"iterations": 2},  # with one, every ratio is 1 and no clip acts
+        # with one iteration, every ratio is 1 and no clip acts
+        _SHAPE | {"iterations": 2, "turn_credit.enabled": False},
     ),
     "turn-credit": Study(
         "turn credit by form, look-ahead, coefficient and reference (arXiv 2607.13988)",

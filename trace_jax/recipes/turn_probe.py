@@ -23,6 +23,7 @@ from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.trajectory import Trajectory
 
+ASKED = 64  # tasks whose answers are looked at before a run begins
 STAGE = "reference"  # its folder among the checkpoints, if it is the policy of another run
 
 
@@ -35,14 +36,32 @@ class TurnProbe:
             params: of the reference; copied to the sampler's devices, which are free while others learn. The base of
                 adapters is shared with the learner, unless the sampler has devices of its own.
         """
-        self._chat = work.chat
+        self._chat, self._context = work.chat, work.config.rollout.context
         scores = transformer_scores(nnx.graphdef(work.model))
         batches = work.config.grpo.turn_credit.microbatch
+        self._row_length = batches.row_length
         frozen = work.frozen
         if frozen is not None and work.sampling_mesh is not work.mesh:
             axes = lora.Frozen(logical_axes(work.model), ("",))
             frozen = sharding.place(frozen, sharding.shardings(frozen, axes, work.sampling_mesh))
         self._probe = Probe(scores, params, work.sampling_mesh, work.axes, batches, frozen)
+
+    def check(self, environment: Environment) -> None:
+        """Refuses, before anything is sampled, rows in which the longest trajectory and an answer do not fit.
+
+        Raises:
+            ConfigError: of the tasks looked at, the longest answer needs more.
+        """
+        count = len(environment)
+        looked_at = (environment.task(i) for i in range(0, count, -(-count // ASKED)))
+        branches = [self._chat.encode_probe(*(t.probe or ("", t.gold_answer))) for t in looked_at]
+        longest = max(len(scaffold) + len(answer) for scaffold, answer in branches)
+        if self._context + longest > self._row_length:
+            raise ConfigError(
+                f"`grpo.turn_credit.microbatch.row_length` ({self._row_length}) has no room for a trajectory of "
+                f"`rollout.context` ({self._context}) and an answer of {longest} tokens: raise it to "
+                f"{self._context + longest} or more"
+            )
 
     def __call__(self, trajectories: Sequence[Trajectory], environment: Environment) -> tuple[list[Trajectory], float]:
         """The trajectories with `probes`, and the seconds it took.

@@ -254,4 +254,6 @@ def read_parquet(path: str | Path) -> list[Trajectory]:
         raise ConfigError(f"cannot read trajectories from {path}: no such file; check the path") from error
     except (OSError, pa.ArrowException, KeyError, ValueError, TypeError, AttributeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(f"{path} is no trajectory file, or a damaged one ({reason}): delete it") from error
+        raise ConfigError(
+            f"{path} is no trajectory file, or a damaged one ({reason}): name one of trajectories/"
+        ) from error
