@@ -1,8 +1,10 @@
 """Delta layers, experts, adapters and the probe on a mesh (virtual devices, own process)."""
 
+import pytest
 from test_learner_devices import result, started
 
 
+@pytest.mark.slow
 def test_a_hybrid_policy_with_adapters_on_a_mesh_equals_one_device():
     """fsdp x tensor x expert: gradients of all parameters, those of adapters on a frozen base, values of the probe."""
     found = result(started(script="hybrid_devices.py"))

@@ -13,6 +13,7 @@ from trace_jax.policy import lora
 from trace_jax.policy.transformer import Transformer, logical_axes
 
 VOCAB, LENGTH = 61, 48
+ROUNDING = 5e-5  # delta layers divide by the length of short vectors, which makes it larger
 MODEL = Transformer(HYBRID, VOCAB, rngs=nnx.Rngs(0))
 GRAPH, PARAMS = nnx.split(MODEL, nnx.Param)
 PAIRS = adapters(count=2)
@@ -46,7 +47,7 @@ ALONE = {adapter: full(PARAMS, *row((S, 1, adapter)))[0, : len(S)] for adapter i
 def test_a_sequence_does_not_depend_on_its_row_or_on_its_neighbours_adapter(adapter, neighbour):
     start = len(T)
     got = full(PARAMS, *row((T, 1, neighbour), (S, 2, adapter)))[0, start : start + len(S)]
-    np.testing.assert_allclose(got, ALONE[adapter], atol=1e-5)
+    np.testing.assert_allclose(got, ALONE[adapter], atol=ROUNDING)
 
 
 def test_adapters_differ_and_those_without_effect_change_nothing():
@@ -61,7 +62,7 @@ def test_merged_weights_do_what_the_adapter_does(adapter):
     whole = lora.merged(nnx.to_pure_dict(PARAMS), PAIRS, LORA.alpha / LORA.rank, adapter)
     params = jax.tree.map(lambda x: x, PARAMS)
     nnx.replace_by_pure_dict(params, whole)
-    np.testing.assert_allclose(full(params, *row((S, 1, -1)))[0, : len(S)], ALONE[adapter], atol=2e-5)
+    np.testing.assert_allclose(full(params, *row((S, 1, -1)))[0, : len(S)], ALONE[adapter], atol=ROUNDING)
 
 
 def test_a_base_in_bfloat16_is_not_trained_and_adapters_are():
@@ -105,7 +106,7 @@ def test_decoding_equals_the_training_pass_and_its_experts_replay_it():
     assert np.all(fed == len(S))
     streams = [np.concatenate(x) for x in zip(*(row((i, 1, c)) for i, c in zip(ids, chosen, strict=True)), strict=True)]
     want = full(PARAMS, *streams)[:, : len(S)]
-    np.testing.assert_allclose(hidden, want, atol=5e-5)
+    np.testing.assert_allclose(hidden, want, atol=ROUNDING)
 
     def passed(experts):
         padded = np.full((HYBRID.layers, 3, LENGTH, 2), -1)
@@ -114,7 +115,7 @@ def test_decoding_equals_the_training_pass_and_its_experts_replay_it():
         return nnx.jit(lambda m, e: m.run(*streams[:3], adapters=streams_of, experts=e))(MODEL, padded)
 
     replayed, load = passed(experts)
-    np.testing.assert_allclose(replayed[:, : len(S)], want, atol=5e-5)
+    np.testing.assert_allclose(replayed[:, : len(S)], want, atol=ROUNDING)
     counts = np.stack([np.bincount(e.reshape(-1), minlength=HYBRID.experts) for e in experts])
     np.testing.assert_array_equal(load, counts)
     assert np.abs(passed((experts + 1) % HYBRID.experts).hidden[:, : len(S)] - want).max() > 1e-2

@@ -15,7 +15,7 @@ from trace_jax.learner.objectives import sft_objective
 from trace_jax.learner.packing import Sequence, pack, unpack
 from trace_jax.learner.step import Learner, transformer_logprobs
 from trace_jax.policy import lora
-from trace_jax.policy.transformer import Transformer, logical_axes
+from trace_jax.policy.transformer import Transformer
 from trace_jax.rollout.engine import Engine
 
 ROWS = 12
@@ -66,7 +66,6 @@ def test_after_a_step_of_adapters_the_sampler_has_what_the_learner_has(engine, l
     lives = live(engine, prompts_of(ROWS), range(ROWS), 2, limit=12)
     assert engine.stats.shared_tokens > 0
     agree(learner, pairs, lives)
-    agree(learner, pairs, lives, replay=True)
     before = jax.tree.map(np.array, FROZEN.base)
     state = learner.init(pairs)
     held = sum(x.size for x in jax.tree.leaves(state.opt_state) if x.ndim)
@@ -77,14 +76,7 @@ def test_after_a_step_of_adapters_the_sampler_has_what_the_learner_has(engine, l
     engine.set_params(state.params, 1)
     after = live(engine, prompts_of(ROWS), range(ROWS), 2, limit=12)
     assert [life.ids for life in after] != [life.ids for life in lives]
-    agree(learner, state.params, after)
-    base = learner.logprobs(None, pack(sequences(after), CONFIG.context, 4))  # adapters off: the reference
-    plain = Learner(
-        transformer_logprobs(nnx.graphdef(MODEL)), sft_objective(), OptimizerConfig(), 2, MESH, logical_axes(MODEL)
-    )
-    np.testing.assert_allclose(
-        base, plain.logprobs(nnx.state(MODEL, nnx.Param), pack(sequences(after), CONFIG.context, 4)), atol=1e-5
-    )
+    agree(learner, state.params, after, replay=True)
 
 
 def test_a_row_lives_the_same_life_in_any_company(engine):

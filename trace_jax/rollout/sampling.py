@@ -154,6 +154,8 @@ def draw(
         if truncate:
             masses = jnp.exp(scores)
             least = jnp.maximum(_nucleus_edge(masses, knobs.top_p), knobs.min_p)
+            # The largest mass is 1 but for the rounding of a fused subtraction, which a min_p of 1 would fall into.
+            least = jnp.minimum(least, jnp.max(masses, axis=-1, keepdims=True))
             scores = jnp.where(masses >= least, scores, -jnp.inf)
         return *_invert(keys, scores), None
     rows, vocabulary = scores.shape
@@ -166,7 +168,8 @@ def draw(
         before = jnp.cumsum(masses, axis=-1) - masses
         # a top_p of 1 keeps even what rounding puts beyond the total
         nucleus = (before < knobs.top_p * jnp.sum(masses, axis=-1, keepdims=True)) | (knobs.top_p >= 1)
-        scores = jnp.where(nucleus & (masses >= knobs.min_p), scores, -jnp.inf)
+        least = jnp.minimum(knobs.min_p, jnp.max(masses, axis=-1, keepdims=True))  # as above
+        scores = jnp.where(nucleus & (masses >= least), scores, -jnp.inf)
     index, logprobs = _invert(keys, scores)
     kept = jnp.where(scores > -jnp.inf, ids, -1)
     return (
