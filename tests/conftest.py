@@ -6,7 +6,13 @@ import shutil
 import tempfile
 
 # Files that take a minute or about that, longest first: begun last, one of them would leave the other processes idle.
-LONGEST = ("test_recipes_smoke", "test_bench_kinds", "test_rollout_engine")
+LONGEST = ("test_recipes_smoke", "test_rollout_stress", "test_bench_kinds", "test_rollout_models", "test_policy_hybrid")
+
+
+# A test runs its programs once or twice, so compiling them costs more than what optimising them saves.
+_LEVEL = "--xla_backend_optimization_level"
+if _LEVEL not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_LEVEL}=0".strip()
 
 
 def pytest_configure(config):

@@ -19,7 +19,8 @@ from trace_jax.policy.transformer import Transformer
 from trace_jax.rollout.engine import Engine
 
 ROWS = 12
-MODEL = Transformer(HYBRID, VOCABULARY, rngs=nnx.Rngs(0))
+POLICY = dataclasses.replace(HYBRID, layers=2)
+MODEL = Transformer(POLICY, VOCABULARY, rngs=nnx.Rngs(0))
 MESH = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
 FROZEN = lora.Frozen(nnx.state(MODEL, nnx.Param), lora.scale(LORA))
 RECORDING = dataclasses.replace(CONFIG, slots=ROWS, replay_routes=True)
@@ -34,7 +35,7 @@ def engine():
 def learner():
     objective, config = sft_objective(), OptimizerConfig(learning_rate=0.05)
     logprobs = transformer_logprobs(nnx.graphdef(MODEL))
-    return Learner(logprobs, objective, config, 2, MESH, lora.axes(HYBRID, LORA), FROZEN)
+    return Learner(logprobs, objective, config, 2, MESH, lora.axes(POLICY, LORA), FROZEN)
 
 
 def sequences(lives, replay=False):
@@ -61,7 +62,7 @@ def agree(learner, pairs, lives, replay=False):
 def test_after_a_step_of_adapters_the_sampler_has_what_the_learner_has(engine, learner):
     """Groups share the prompt's prefix although delta layers keep only their newest state; the base stays as it was,
     to the last bit; the optimizer knows adapters only; recorded experts replay."""
-    pairs = adapters()
+    pairs = adapters(POLICY)
     engine.set_params(pairs, 0)
     lives = live(engine, prompts_of(ROWS), range(ROWS), 2, limit=12)
     assert engine.stats.shared_tokens > 0
@@ -81,7 +82,7 @@ def test_after_a_step_of_adapters_the_sampler_has_what_the_learner_has(engine, l
 
 def test_a_row_lives_the_same_life_in_any_company(engine):
     """Fewer rows at once, resumed in disorder: other prefixes are shared, other chunks are fed."""
-    engine.set_params(adapters(), 2)
+    engine.set_params(adapters(POLICY), 2)
     together = live(engine, prompts_of(ROWS), range(ROWS), 2, limit=12)
     apart = live(engine, prompts_of(ROWS), range(ROWS), 2, limit=12, window=5, disorder=3)
     assert [life.ids for life in apart] == [life.ids for life in together]
