@@ -13,7 +13,7 @@ from trace_jax.policy import lora
 from trace_jax.policy.transformer import Transformer, logical_axes
 
 VOCAB, LENGTH = 61, 48
-ROUNDING = 5e-5  # delta layers divide by the length of short vectors, which makes it larger
+ROUNDING = 2e-4  # delta layers divide by the length of short vectors, which makes it larger
 MODEL = Transformer(HYBRID, VOCAB, rngs=nnx.Rngs(0))
 GRAPH, PARAMS = nnx.split(MODEL, nnx.Param)
 PAIRS = adapters(count=2)
