@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from trace_jax.config import ConfigError, TokenizerConfig
+from trace_jax.config import ChatConfig, ConfigError, TokenizerConfig
 from trace_jax.policy.chat import ANSWER, CALL, CONTROL, END, RESULT, NanoChat
+from trace_jax.policy.chat_files import open_chat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 
 STEPS = [('sql("""SELECT 1""")', "1\nrow"), ("2 + 2", "4 <|end|><|answer|>")]
@@ -82,3 +83,10 @@ def test_served_template_renders_the_same_text(chat):
 def test_a_tokenizer_without_the_control_tokens_is_refused():
     with pytest.raises(ConfigError, match="system"):
         NanoChat(SentencePieceTokenizer.train(["abc"] * 5, TokenizerConfig(vocab_size=300), ["<|end|>"]))
+
+
+def test_chat_settings_are_refused_where_they_would_do_nothing(tmp_path, chat):
+    chat.tokenizer.save(tmp_path / "tokenizer.model")
+    assert isinstance(open_chat(tmp_path, ChatConfig()), NanoChat)
+    with pytest.raises(ConfigError, match="`chat` is for imported policies"):
+        open_chat(tmp_path, ChatConfig(thinking="keep"))

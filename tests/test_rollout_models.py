@@ -89,3 +89,32 @@ def test_a_row_lives_the_same_life_in_any_company(engine):
     for a, b in zip(apart, together, strict=True):
         assert [p for _, p in a.sampled] == [p for _, p in b.sampled]
         assert np.array_equal(a.turns[-1].experts, b.turns[-1].experts)
+
+
+class _Choosing:
+    """An engine whose rows have the adapters of a list."""
+
+    def __init__(self, engine, chosen):
+        self._engine, self._chosen = engine, chosen
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def start(self, row, prompt, seed, limit):
+        self._engine.start(row, prompt, seed, limit, self._chosen[row])
+
+
+def test_rows_with_different_adapters_live_as_among_their_like():
+    """One prompt for all, whose prefix only rows of one adapter may share."""
+    frozen = lora.Frozen(FROZEN.base, lora.scale(LORA, 2))
+    engine = Engine(nnx.eval_shape(lambda: MODEL), RECORDING, STOP, lanes=1, frozen=frozen)
+    engine.set_params(adapters(POLICY, count=2), 0)
+    prompts = [np.arange(5, 25)] * ROWS
+    mixed = [(-1, 0, 1)[row % 3] for row in range(ROWS)]
+
+    def lives(chosen):
+        return [life.ids for life in live(_Choosing(engine, chosen), prompts, [7] * ROWS, 2, limit=12)]
+
+    alone = {adapter: lives([adapter] * ROWS)[0] for adapter in (-1, 0, 1)}
+    assert len({tuple(ids) for ids in alone.values()}) == 3
+    assert lives(mixed) == [alone[adapter] for adapter in mixed]

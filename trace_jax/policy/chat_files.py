@@ -43,6 +43,10 @@ def open_chat(directory: str | Path, cfg: ChatConfig) -> NanoChat | TemplateChat
     if not names:
         raise ConfigError(f"{directory} has no {SENTENCEPIECE} or {FAST}: copy the tokenizer there")
     if names[0] == SENTENCEPIECE:
+        if cfg != ChatConfig():
+            raise ConfigError(
+                f"`chat` is for imported policies, the one of {directory} has one fixed form: leave it out"
+            )
         return NanoChat(SentencePieceTokenizer.load(directory / SENTENCEPIECE))
     tokenizer = FastTokenizer.load(directory)
     try:
