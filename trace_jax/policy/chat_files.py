@@ -44,9 +44,7 @@ def open_chat(directory: str | Path, cfg: ChatConfig) -> NanoChat | TemplateChat
         raise ConfigError(f"{directory} has no {SENTENCEPIECE} or {FAST}: copy the tokenizer there")
     if names[0] == SENTENCEPIECE:
         if cfg != ChatConfig():
-            raise ConfigError(
-                f"`chat` is for imported policies, the one of {directory} has one fixed form: leave it out"
-            )
+            raise ConfigError(f"`chat` is for imported policies, that of {directory} has one form: leave it out")
         return NanoChat(SentencePieceTokenizer.load(directory / SENTENCEPIECE))
     tokenizer = FastTokenizer.load(directory)
     try:
