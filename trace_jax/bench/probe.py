@@ -5,7 +5,7 @@ Headline figures, of trajectories of 12 tool turns of 150 tokens and answers of 
     packed_speedup     time of the plain way over that of the packed one, for the same values
     token_bound        positions that the plain way needs over those of the packed one: what it could be if a position
                        cost the same anywhere; attention makes late positions dearer
-    of_bound           the first over the second
+    of_bound           the first over the second; above 1 where the plain way also loses time to its many small passes
     peak_bytes         memory of the program for one micro-batch, parameters included; the plain way has the same one
     step_share         share of a GRPO step that the probe takes; with --run-dir only, of that run's policy
 """

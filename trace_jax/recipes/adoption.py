@@ -48,7 +48,7 @@ def check(source: Path, config: RunConfig, stage: str = "grpo") -> Takeover:
     Raises:
         ConfigError: no such run, its SFT is not finished, or `config` differs in what its policy was made with.
     """
-    with RunDirectory.open(source, lock=False) as other:
+    with RunDirectory.open(source, lock=False, flag="--init") as other:
         theirs = Workspace(other, Progress(), Interrupt())
         trained, imported = theirs.is_finished("sft"), theirs.imported
         if not trained and not (imported and theirs.store("sft").latest() is None):
@@ -84,7 +84,7 @@ def adopt(source: Path, run: RunDirectory, stage: str = "grpo") -> None:
         ConfigError: see `check`, or a damaged checkpoint. OSError: the copy cannot be written.
     """
     found = check(source, run.config, stage)
-    with RunDirectory.open(source, lock=False) as other:
+    with RunDirectory.open(source, lock=False, flag="--init") as other:
         for name in chat_files.tokenizer_files(other.path):
             with writing(run.path / name):
                 shutil.copyfile(other.path / name, run.path / name)

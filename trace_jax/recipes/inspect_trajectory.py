@@ -64,7 +64,7 @@ def show(path: Path, index: int | None, split: str) -> dict[str, Any]:
         raise ConfigError(f"--index {index}: {path} has trajectories 0 to {len(rows) - 1}")
     collected = path.parent.name == "trajectories" and path.name.startswith("grpo-")
     run_path = next((p.parent for p in path.parents if p.name == "trajectories"), path.parent)
-    with RunDirectory.open(run_path, lock=False) as run:
+    with RunDirectory.open(run_path, lock=False, flag="--trajectory") as run:
         work = Workspace(run, Progress(), Interrupt())
         t = rows[index]
         task = work.environment("train" if collected else split).task(t.task_index)
@@ -159,8 +159,9 @@ def _lines(t: Trajectory, user: str, gold: str, seen: list[Seen], path: Path, in
         worth = "" if s.value is None else f"value {s.value:+.3f} ({s.delta:+.3f}), credit {s.credit:+.3f}"
         worth += "" if s.advantage is None else f"{', ' if worth else ''}advantage {s.advantage:+.3f}"
         best = s.credit is not None and s.credit > 0 and s.credit == max(o.credit for o in seen if o.credit is not None)
+        cut_off = number == len(seen) and t.status in ("truncated", "timed_out") and s.turn.kind == "malformed"
         yield (
-            f"turn {number:<6d} {s.turn.kind}: {worth}" + ("   <- paid most" if best else ""),
+            f"turn {number:<6d} {'cut off' if cut_off else s.turn.kind}: {worth}" + ("   <- paid most" if best else ""),
             "bold green" if best else "bold",
         )
         for line in s.turn.text.splitlines():

@@ -189,20 +189,23 @@ class RunDirectory:
             raise ConfigError(f"{path} already holds a run: add --resume to continue it or choose another --run-dir")
 
     @classmethod
-    def open(cls, path: Path | None, config: RunConfig | None = None, *, lock: bool = True) -> RunDirectory:
+    def open(
+        cls, path: Path | None, config: RunConfig | None = None, *, lock: bool = True, flag: str = "--run-dir"
+    ) -> RunDirectory:
         """An existing run directory.
 
         Args:
             config: how to go on, by default as before; it replaces the stored one. Only fields that no stage has used
                 yet may differ.
             lock: False for commands that only read the directory.
+            flag: that the directory was given with.
 
         Raises:
             ConfigError: no run there, in use, or a changed field was used already.
         """
         if path is None:
             raise ConfigError("which run? give its directory with --run-dir")
-        stored = stored_config(path := Path(path))
+        stored = stored_config(path := Path(path), flag)
         run = cls(path, stored, lock=lock)
         if config is not None and config_io.differences(stored, config):
             try:

@@ -108,7 +108,7 @@ def check(config: RunConfig) -> None:
     """
     if config.grpo.turn_credit.enabled and config.grpo.turn_credit.reference:
         source = Path(config.grpo.turn_credit.reference)
-        with RunDirectory.open(source, lock=False) as other:
+        with RunDirectory.open(source, lock=False, flag="--grpo.turn_credit.reference") as other:
             _same_policy(other.config, config, source)
             Workspace(other, Progress(), Interrupt()).latest_stage()
 
@@ -123,7 +123,7 @@ def _same_policy(theirs: RunConfig, ours: RunConfig, source: Path) -> None:
 
 def _adopt(source: Path, work: Workspace) -> None:
     """Copies the newest policy of another run, so that the reference stays what it was whatever becomes of that run."""
-    with RunDirectory.open(source, lock=False) as other:
+    with RunDirectory.open(source, lock=False, flag="--grpo.turn_credit.reference") as other:
         _same_policy(other.config, work.config, source)
         names = chat_files.tokenizer_files(work.run.path)
         if names != chat_files.tokenizer_files(other.path) or any(
