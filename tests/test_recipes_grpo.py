@@ -27,7 +27,7 @@ def test_a_step_without_a_gradient_logs_no_loss(rewards):
     trajectories = [
         SimpleNamespace(
             ids=np.arange(4, dtype=np.int32), loss_mask=np.array([False, True, True, True]), status="finished",
-            group=0, sample=k, reward=reward, truncated=False, kept=None, experts=None,
+            group=0, sample=k, reward=reward, truncated=False, kept=None, experts=None, info={},
             behaviour_logprobs=lambda: np.zeros(4, np.float32),
         )
         for k, reward in enumerate(rewards)

@@ -233,6 +233,8 @@ class GRPOConfig:
     prompts: int = 32
     group: int = 8
     iterations: int = 1  # optimizer steps per batch of trajectories
+    # Share of each group that reads the task's hint (capability worlds have one); it is taken out before learning
+    hints: float = 0.0
     # "grpo" | "dr_grpo" | "dapo" | "gspo" | "gspo_token" | "cispo"; the other fields must agree with what it fixes
     objective: str = "grpo"
     advantage_std: bool = True  # divide by the group's population standard deviation

@@ -117,6 +117,7 @@ RANGES: dict[str, tuple[Any, float]] = {
     "grpo.prompts": (1, 10**6),
     "grpo.group": (2, 65536),
     "grpo.iterations": (1, 1000),
+    "grpo.hints": (0, 0.5),
     "grpo.clip_low": (0, 1),
     "grpo.clip_high": (0, 1e6),
     "grpo.resample_limit": (1, 1000),

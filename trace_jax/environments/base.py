@@ -44,6 +44,7 @@ class Task:
             answer that a task decides, as a policy would write it. Anything more would only blur what the reference
             knows. None: nothing before, and the whole gold answer.
         labels: for grading and metrics.
+        hint: one more line of the question, which some members of a GRPO group may read (`grpo.hints`); empty: none.
     """
 
     index: int
@@ -52,6 +53,7 @@ class Task:
     gold_answer: str
     probe: tuple[str, str] | None = None
     labels: Mapping[str, Any] = field(default_factory=dict)
+    hint: str = ""
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,7 @@ class Generation:
             sampling=sampling,
             stats=stats,
             progress=self._tick,
+            hinted=round(self._config.hints * group) if split == "train" else 0,
         )
 
     def _tick(self, *_: object) -> None:

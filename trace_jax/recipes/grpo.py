@@ -6,6 +6,7 @@ on as if it had not. Sampling for later steps may go on beside learning (`genera
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -196,6 +197,27 @@ class _Loop:
             self.best = self.score if self.best is None else max(self.best, self.score)
 
 
+def _scored_without_hints(
+    learner: Learner, state: TrainState, trajectories: Sequence[Trajectory], config: RunConfig
+) -> Sequence[Trajectory]:
+    """Trajectories that were sampled with a hint, with log-probabilities of the learner's own under the prompt without
+    it (arXiv 2604.05336): as they stand now, no sampler drew them."""
+    hinted = [t for t in trajectories if t.info.get("hinted") and np.any(t.loss_mask)]
+    if not hinted:
+        return trajectories
+    ways = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
+    sequences = [packing.Sequence(t.ids, t.loss_mask, kept=t.kept) for t in hinted]
+    batches = packing.pack_buckets(sequences, config.grpo.microbatch, config.rollout.top_k, ways)
+    found = packing.unpack_buckets(
+        learner.logprobs(state.params, batches), [len(t.ids) for t in hinted], config.grpo.microbatch, ways
+    )
+    scored = {
+        id(t): dataclasses.replace(t, logprobs=np.where(t.loss_mask, values, 0.0).astype(np.float32))
+        for t, values in zip(hinted, found, strict=True)
+    }
+    return [scored.get(id(t), t) for t in trajectories]
+
+
 def update(
     learner: Learner,
     state: TrainState,
@@ -211,6 +233,7 @@ def update(
         anchor: the policy that the KL penalty pulls to.
     """
     grpo, context = config.grpo, config.rollout.context
+    trajectories = _scored_without_hints(learner, state, trajectories, config)
     with timer.phase("reward"):
         paid = partial(_paid, credit=grpo.turn_credit) if grpo.turn_credit.pays else None
         chosen, resampled = choose(trajectories, grpo, context, paid is not None)

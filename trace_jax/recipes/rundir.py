@@ -87,7 +87,7 @@ ADDED = (
     *(f"grpo.{n}" for n in ("baseline", "lost_members", "constant_groups", "resample_limit", "dual_clip")),
     *(f"grpo.{n}" for n in ("old_policy", "correction", "overlong", "kl_estimator", "staleness", "weight_sync")),
     *("grpo.validation_samples", "grpo.keep_best", "grpo.microbatch.buckets", "sft.microbatch.buckets"),
-    *("mesh.rollout", "save_in_background", "grpo.turn_credit", "environment.name", "search"),
+    *("mesh.rollout", "save_in_background", "grpo.turn_credit", "environment.name", "search", "grpo.hints"),
 )
 
 # What may still change when a run is continued: the stage that first uses a field, "" for fields that have no effect

@@ -49,6 +49,7 @@ def collect(
     sampling: Sampling | None = None,
     stats: CollectStats | None = None,
     progress: Callable[[int, int], None] | None = None,
+    hinted: int = 0,
 ) -> list[Trajectory]:
     """Samples `group` trajectories of each task.
 
@@ -65,6 +66,8 @@ def collect(
       sampling: overrides temperature and truncation. Log-probabilities of a sampler that the learner does not reproduce
         are withheld as NaN.
       stats: filled with figures.
+      hinted: members of each group that read the task's hint (`Task.hint`). It is taken out of their trajectories,
+        whose log-probabilities are withheld as NaN.
       progress: called with (trajectories ended, trajectories in all) when one has ended and at least every second. What
         it raises ends the collection.
 
@@ -78,7 +81,7 @@ def collect(
     """
     start = time.perf_counter()
     stats = stats if stats is not None else CollectStats()
-    rows = planned(chat, environment, tasks, group=group, context=config.context, seed=seed, step=step)
+    rows = planned(chat, environment, tasks, group=group, context=config.context, seed=seed, step=step, hinted=hinted)
     sampling = sampling or Sampling.of(config)
     pool = WorkerPool({"tool": workers or config.tool_workers, "open": 1, "grade": 1})
     result = _Collection(generator, chat, environment, config, sampling, pool, stats, rows).run(progress)

@@ -46,6 +46,7 @@ class Row:
       number: place in the collection, and the sampler's name for it.
       state: "unstarted" | "sampling" | "opening" (a call waits for the episode) | "tool" | "grading" | "over".
       deadline: moment of `time.monotonic` at which its time is up; set when it starts.
+      plain: the prompt without the hint that was sampled with; None without one.
       status: of the trajectory, None while it goes on.
       opening: the call that opens its episode. opened: whether that has ended. episode: what it opened, as long as no
         abandoned thread holds it. call: the call of a tool or of grading that it waits for. code: of its tool call.
@@ -74,6 +75,7 @@ class Row:
     stale: list[bool] = field(default_factory=list)
     pieces: list[_Piece] = field(default_factory=list)
     experts: Int[np.ndarray, "n L e"] | None = None
+    plain: Int[np.ndarray, " p"] | None = None
 
     def prompt(self, ids: Int[np.ndarray, " n"]) -> None:
         """Sets the first ids."""
@@ -109,10 +111,15 @@ class Row:
         self.rewards = {name: float(value) if finished else 0.0 for name, value in parts.items()}
 
     def trajectory(self, trainable: bool) -> Trajectory:
-        """What it became. Unless `trainable`, the log-probabilities of sampled ids are withheld as NaN."""
-        pieces = self.pieces
+        """What it became. Unless `trainable`, the log-probabilities of sampled ids are withheld as NaN.
+
+        A hint is taken out again, so that the policy learns to do without. What is left was not sampled from any
+        policy: its log-probabilities are withheld, and so are the experts, which saw the hint.
+        """
+        hinted = self.plain is not None
+        pieces = self.pieces if not hinted else [_Piece(self.plain, PROMPT_TURN), *self.pieces[1:]]
         lengths = [len(piece.ids) for piece in pieces]
-        withheld = 1.0 if trainable else np.nan
+        withheld = 1.0 if trainable and not hinted else np.nan
         logprobs = [np.zeros(len(p.ids)) if p.logprobs is None else p.logprobs * withheld for p in pieces]
         return Trajectory(
             ids=np.concatenate([piece.ids for piece in pieces]),
@@ -128,11 +135,11 @@ class Row:
             rewards=self.rewards,
             tool_calls=self.tool_calls,
             answer=self.answer,
-            info=self.info,
+            info=self.info | ({"hinted": True} if hinted else {}),
             labels=dict(self.task.labels),
             stale=tuple(self.stale),
-            kept=self._kept(),
-            experts=self._experts(),
+            kept=_kept(pieces),
+            experts=None if hinted else self._experts(),
         )
 
     def _experts(self) -> Int[np.ndarray, "N L e"] | None:
@@ -142,17 +149,18 @@ class Row:
         rest = np.full((self.length - known, *self.experts.shape[1:]), -1, self.experts.dtype)
         return np.concatenate([self.experts, rest])
 
-    def _kept(self) -> Int[np.ndarray, "N k"] | None:
-        width = max((piece.kept.shape[1] for piece in self.pieces if piece.kept is not None), default=0)
-        if not width:
-            return None
-        kept = np.full((self.length, width), -1, np.int32)
-        start = 0
-        for piece in self.pieces:
-            if piece.kept is not None:
-                kept[start : start + len(piece.ids), : piece.kept.shape[1]] = piece.kept
-            start += len(piece.ids)
-        return kept
+
+def _kept(pieces: Sequence[_Piece]) -> Int[np.ndarray, "N k"] | None:
+    width = max((piece.kept.shape[1] for piece in pieces if piece.kept is not None), default=0)
+    if not width:
+        return None
+    kept = np.full((sum(len(piece.ids) for piece in pieces), width), -1, np.int32)
+    start = 0
+    for piece in pieces:
+        if piece.kept is not None:
+            kept[start : start + len(piece.ids), : piece.kept.shape[1]] = piece.kept
+        start += len(piece.ids)
+    return kept
 
 
 def planned(
@@ -164,22 +172,33 @@ def planned(
     context: int,
     seed: int,
     step: int,
+    hinted: int = 0,
 ) -> list[Row]:
     """`group` rows of each task (or index of one) with their prompts, in the order of the tasks.
+
+    Args:
+      hinted: members of each group, the first ones, that read the task's hint, if it has one.
 
     Raises:
       ConfigError: a prompt that leaves no room for a turn in `context` tokens.
     """
     rows: list[Row] = []
     for place, (task, repeat) in enumerate(_with_repeats(environment, tasks)):
-        prompt = np.asarray(chat.encode_prompt(task.system, task.user), np.int32)
-        if len(prompt) + 2 > context:
+        plain = np.asarray(chat.encode_prompt(task.system, task.user), np.int32)
+        helped = bool(hinted and task.hint)
+        longer = plain
+        if helped:
+            longer = np.asarray(chat.encode_prompt(task.system, f"{task.user}\n{task.hint}"), np.int32)
+        if len(longer) + 2 > context:
             raise ConfigError(
-                f"prompt of task {task.index} has {len(prompt)} tokens, rollout.context is {context}: raise it"
+                f"prompt of task {task.index} has {len(longer)} tokens, rollout.context is {context}: raise it"
             )
         for sample in range(group):
-            rows.append(Row(len(rows), task, place, sample, _row_seed(seed, step, task.index, repeat, sample)))
-            rows[-1].prompt(prompt)
+            row = Row(len(rows), task, place, sample, _row_seed(seed, step, task.index, repeat, sample))
+            if helped and sample < hinted:
+                row.plain = plain
+            row.prompt(plain if row.plain is None else longer)
+            rows.append(row)
     return rows
 
 
