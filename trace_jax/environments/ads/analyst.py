@@ -22,7 +22,7 @@ from trace_jax.simulator.vocabulary import ATTRIBUTES, DRIVER_ATTRIBUTES
 STRONG = 4
 CLEAR = 7  # beyond which nothing else needs to be looked at
 COMPANION = 3  # for a change that only has to agree with a strong one
-GO_ON = 0.9  # chance of one more call of a teacher that lacks the stop rule
+GO_ON = 0.75  # chance of one more call of a teacher that lacks the stop rule
 
 _ATTRIBUTE_OF = {value: a for a in DRIVER_ATTRIBUTES for value in ATTRIBUTES[a]}
 _DRIVERS = {c.name: c.drivers for c in CAUSES}

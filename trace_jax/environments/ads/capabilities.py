@@ -79,7 +79,7 @@ class Case:
 
     def sliced(self, attributes: frozenset[str]) -> bool:
         """Whether slices by exactly these attributes were compared."""
-        return self.compared(lambda q: attributes in set(q.slices(len(attributes))) and bool(q.metrics))
+        return self.compared(lambda q: q.shows(attributes) and bool(q.metrics))
 
     def heads(self, named: frozenset[Pair]) -> bool:
         """Whether the named slice came first in a result that compared slices."""
@@ -120,7 +120,7 @@ def _mix_decomposition(case: Case) -> Label:
     if case.type != "mix" or case.answer is None:
         return NA
     attribute = frozenset(a for a, _ in case.driver)
-    looked = case.compared(lambda q: attribute in set(q.slices(1)), ["share"])
+    looked = case.compared(lambda q: q.shows(attribute), ["share"], noise=False)
     return _where(looked and LEVELS[case.answer.root_cause] == "mix")
 
 
@@ -146,7 +146,8 @@ def _sibling_causes(case: Case) -> Label:
     says = ("up", "down", "some up", "some down")
     features = [f for f, change in _CAUSES[case.cause].signature.items() if change in says]
     needed = {_SHOWN_BY.get(f, f) for f in features}
-    seen = frozenset().union(*(q.metrics for q in case.queries if q.compares))
+    where = {"campaign": lambda q: q.totals, "segment": lambda q: not q.totals}.get(LEVELS[case.cause], lambda q: True)
+    seen = frozenset().union(*(q.metrics for q in case.queries if q.compares and where(q)))
     return _where(case.answer.root_cause == case.cause and needed <= seen)
 
 
@@ -178,8 +179,8 @@ def _evidence(case: Case) -> Label:
 
 def quotes(answer: str | None) -> list[tuple[str, str]]:
     """(word before it, number as written) of every number in the evidence of an answer."""
-    found = re.search(r'"evidence"\s*:\s*\[(.*?)\]\s*(,\s*"explanation"|\}\s*$)', answer or "", re.S)
-    return _QUOTED.findall(found[1]) if found else []
+    said = (answer or "").partition('"evidence"')[2].rpartition('"explanation"')
+    return _QUOTED.findall(said[0] or said[2])  # a broken answer may have no explanation
 
 
 def _printed(number: str, seen: Iterable[float]) -> bool:
@@ -242,8 +243,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         "sibling_causes",
         "telling sibling causes apart",
         """Called for where the answer names a cause of the right kind (campaign, mix, segment). There: it is the right
-        one, and the metrics that set it apart were compared. Lacking: a sibling of it, or a guess without these
-        metrics.""",
+        one, and the metrics that set it apart were compared where the cause acts: in totals, in slices. Lacking: a
+        sibling of it, or a guess without these metrics.""",
         "Several causes look alike and differ in a second metric: cost per click, conversion, share or stock.",
         _sibling_causes,
     ),

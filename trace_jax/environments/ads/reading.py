@@ -7,6 +7,7 @@ what a query cannot do without (a grouping, a condition on days, a square root) 
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,8 @@ from trace_jax.simulator.vocabulary import ATTRIBUTES, DRIVER_ATTRIBUTES
 
 Pair = tuple[str, str]
 
-MAX_CHARACTERS = 100_000  # of one call; the rest is not read
-MAX_VARIANTS = 64  # queries that loops over literal lists may make of one
+MAX_CHARACTERS = 20_000  # of one call; the rest is not read
+MAX_VARIANTS = 64  # queries that loops over literal lists may make of one; also groupings of one that are read
 _ATTRIBUTE_OF = {value: a for a, values in ATTRIBUTES.items() for value in values}
 _VALUE = re.compile(r"(?<![A-Z_])(" + "|".join(sorted(_ATTRIBUTE_OF, key=len, reverse=True)) + r")(?![A-Z_])")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -70,6 +71,11 @@ class Query:
         if len(fixed) == attributes:
             yield frozenset(fixed)
 
+    def shows(self, attributes: frozenset[str]) -> bool:
+        """Whether it shows slices by exactly these attributes, or the whole campaign split more finely."""
+        finer = not self.filters and any(attributes <= group for group in self.groups)
+        return finer or attributes in set(self.slices(len(attributes)))
+
     @property
     def totals(self) -> bool:
         """Whether it looks at the campaign as a whole: no attribute splits or restricts it."""
@@ -99,8 +105,13 @@ def read(code: str, text: str) -> Step:
     """A call and its observation."""
     code = code[:MAX_CHARACTERS]
     works = not any(line.startswith("error:") for line in text.splitlines())
+    return Step(_queries(code), code, text, works)
+
+
+@functools.lru_cache(maxsize=4096)  # attempts at one task, and all labellers of an attempt, ask the same
+def _queries(code: str) -> tuple[Query, ...]:
     noise = bool(_NOISE.search(code))  # may be estimated in Python
-    return Step(tuple(_query(sql, noise) for sql in statements(code)), code, text, works)
+    return tuple(_query(sql, noise, code) for sql in statements(code))
 
 
 def statements(code: str) -> list[str]:
@@ -154,14 +165,16 @@ def _written_out(node: ast.JoinedStr, known: dict[str, list[str]]) -> Iterator[s
         )
 
 
-def _query(sql: str, noise: bool) -> Query:
+def _query(sql: str, noise: bool, code: str) -> Query:
+    if not re.search(r"\bgroup\s+by\b|\b(sum|avg|mean|median)\s*\(", sql, re.I):
+        return _in_python(sql, noise, code)
     low = sql.lower()
     columns = {c for c in _COLUMNS if re.search(rf"\b{c}\b", low)}
     metrics = {name for name, needed in _METRICS.items() if needed <= columns}
     groups = _groups(sql)
-    named_share = re.search(r"\bshare\b|\bover\s*\(", low)
-    if "impressions" in columns and (named_share or any(groups)):
-        metrics.add("share")  # impressions by slice are shares but for one division
+    # Impressions by slice are shares but for one division, unless they only divide something else.
+    if _not_below(low, "impressions") and (any(groups) or re.search(r"\bshare\b|\bover\s*\(", low)):
+        metrics.add("share")
     return Query(
         frozenset(groups),
         frozenset(_filters(sql)),
@@ -171,10 +184,35 @@ def _query(sql: str, noise: bool) -> Query:
     )
 
 
+def _in_python(sql: str, noise: bool, code: str) -> Query:
+    """Rows as they are, added up in Python: by the attributes and columns that the code names."""
+    named = set(re.findall(r"""['"](\w+)['"]""", code)) | set(re.findall(r"\w+", sql.lower()))
+    metrics = {name for name, needed in _METRICS.items() if needed <= named}
+    groups = {frozenset({a}) for a in ATTRIBUTES if a in named} or {frozenset()}
+    if "impressions" in named and any(groups):
+        metrics.add("share")
+    return Query(frozenset(groups), frozenset(_filters(sql)), frozenset(metrics), "ds" in named, noise)
+
+
+def _not_below(text: str, column: str) -> bool:
+    """Whether a column stands anywhere but below a line of division."""
+    for found in re.finditer(rf"\b{column}\b", text):
+        before = re.sub(r"(?:\s|\b(?:sum|nullif|power|coalesce|greatest)\()+$", "", text[: found.start()][-80:])
+        if not before.endswith("/"):
+            return True
+    return False
+
+
 def _groups(sql: str) -> set[frozenset[str]]:
     """Grouping sets of at most two attributes: finer ones are the rows themselves, an intermediate step."""
     found: set[frozenset[str]] = set()
+    lists = re.findall(r"\bselect\b(.*?)(?=\bfrom\b|\bgroup\s+by\b|$)", sql, re.I | re.S)
+    # Under grouping sets a name put together of attributes is made of one or two of them at a time.
+    several = re.search(r"\b(grouping\s+sets|cube|rollup)\b", sql, re.I)
+    named = [] if several else [item for text in lists for item in _named(text)]
     for clause in _clauses(sql):
+        # A name that the query gives to an attribute, or to several put together, stands for them.
+        clause += "".join(f" {' '.join(a)}" for name, a in named if re.search(rf"\b{name}\b", clause))
         inner = re.search(r"\b(?:grouping\s+sets|cube|rollup)\s*\((.*)", clause, re.I | re.S)
         if inner is None:
             found.add(_attributes(clause))
@@ -185,14 +223,21 @@ def _groups(sql: str) -> set[frozenset[str]]:
             found |= {frozenset(c) for n in (1, 2) for c in itertools.combinations(names, n)}
     if re.search(r"\bgroup\s+by\s+(all\b|\d)", sql, re.I):
         # The columns that are not aggregated; of the whole text, since a subquery of rows groups finer anyway.
-        selected = " ".join(re.findall(r"\bselect\b(.*?)\bfrom\b", sql, re.I | re.S))
-        found.add(_attributes(re.sub(r"\w+\s*\([^()]*\)", " ", selected)))
+        found.add(_attributes(re.sub(r"\w+\s*\([^()]*\)", " ", " ".join(lists))))
     return {g for g in found if len(g) <= 2}
+
+
+def _named(selected: str) -> Iterator[tuple[str, frozenset[str]]]:
+    """Names that a SELECT list gives to expressions of attributes, with these attributes."""
+    for part in _parts(f"{selected})"):
+        words, attributes = re.findall(r"[A-Za-z_]\w*", part), _attributes(part)
+        if attributes and words[-1].lower() not in ATTRIBUTES:
+            yield re.escape(words[-1]), attributes
 
 
 def _clauses(sql: str) -> Iterator[str]:
     """What follows each GROUP BY, up to the end of its own query."""
-    for start in re.finditer(r"\bgroup\s+by\b", sql, re.I):
+    for start in itertools.islice(re.finditer(r"\bgroup\s+by\b", sql, re.I), MAX_VARIANTS):
         depth, end = 0, len(sql)
         for k in range(start.end(), len(sql)):
             depth += (sql[k] == "(") - (sql[k] == ")")
@@ -243,10 +288,16 @@ def shown(step: Step) -> dict[str, set[float]]:
 def _columns(step: Step) -> Sequence[str]:
     """Names of the numeric columns of a slice table: those of its header, or of the last SELECT."""
     header = step.text.splitlines()[:1]
-    names = header[0].split() if header and not _NUMBER.search(header[0]) else []
-    if not names:
-        texts = statements(step.code)
-        last = re.findall(r"\bselect\b((?:(?!\bselect\b).)*?)\bfrom\b", texts[-1], re.I | re.S)[-1:] if texts else []
-        parts = _parts(last[0] + ")") if last else ()
-        names = [words[-1] for part in parts if (words := re.findall(r"[A-Za-z_]\w*", part))]
+    names = header[0].split() if header and not _NUMBER.search(header[0]) else _selected(step.code)
     return [n.lower() for n in names if n.lower() not in (*DRIVER_ATTRIBUTES, *ATTRIBUTES, "k", "slice")]
+
+
+@functools.lru_cache(maxsize=4096)
+def _selected(code: str) -> tuple[str, ...]:
+    """Names of the columns of the last SELECT of a call."""
+    texts = statements(code)
+    start = texts[-1].lower().rfind("select") if texts else -1
+    if start < 0:
+        return ()
+    last = re.split(r"\bfrom\b", texts[-1][start + len("select") :], maxsplit=1, flags=re.I)[0]
+    return tuple(words[-1] for part in _parts(f"{last})") if (words := re.findall(r"[A-Za-z_]\w*", part)))
