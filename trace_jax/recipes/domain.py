@@ -11,8 +11,10 @@ import numpy as np
 
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.ads import analyst
+from trace_jax.environments.ads.capabilities import CAPABILITIES
 from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.environments.base import Environment, Episode, Task, Transcript
+from trace_jax.environments.capability import Capability
 from trace_jax.environments.search import corpus, explorer
 from trace_jax.environments.search.environment import APART, SearchEnvironment, WorldRange
 from trace_jax.evaluation.kinds import KINDS, Kind
@@ -48,6 +50,7 @@ class Domain:
         atoms: words that the tokenizer keeps as single pieces.
         kind: how answers are measured and shown.
         lesson: what the teacher does for SFT, where it differs from the agent of its name.
+        capabilities: what its agents can be found to lack; empty: nobody has named any.
     """
 
     split: Callable[[RunConfig, str, Path, Callable[..., Any] | None], Environment]
@@ -58,6 +61,7 @@ class Domain:
     atoms: tuple[str, ...]
     kind: Kind
     lesson: Agent | None = None
+    capabilities: tuple[Capability, ...] = ()
 
     @property
     def teacher(self) -> str:
@@ -83,7 +87,8 @@ def _ads_split(config: RunConfig, split: str, folder: Path, on_progress: Callabl
 
 
 def _ads_draw(config: RunConfig, name: str, size: int, on_progress: Callable[..., Any] | None) -> EpisodeSet:
-    composition = composition_of(size, TEACHER_TYPES)
+    taught = {name: weight for name, weight in TEACHER_TYPES.items() if name not in config.sft.without}
+    composition = composition_of(size, taught)
     accepted = accepted_episodes(config.simulator, config.data.seed, name, composition, on_progress=on_progress)
     return EpisodeSet(*accepted, split=name)
 
@@ -112,6 +117,13 @@ def _analyst(episode: Episode, task: Task, rng: np.random.Generator, config: Run
     return analyst.investigate(episode, task, rng, config.environment.prompt)
 
 
+def _analyst_lesson(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
+    found = _analyst(episode, task, rng, config)
+    if "stopping" not in config.sft.without:
+        return found
+    return analyst.keep_asking(episode, found, rng, config.rollout.max_turns)
+
+
 def _explorer(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
     return explorer.explore(episode, task, rng, config.rollout.max_turns - 1)
 
@@ -137,6 +149,8 @@ DOMAINS: dict[str, Domain] = {
         mend="raise simulator.days or environment.tool_characters",
         atoms=(),
         kind=KINDS["ads"],
+        lesson=_analyst_lesson,
+        capabilities=CAPABILITIES,
     ),
     "search": Domain(
         split=_search_split,
