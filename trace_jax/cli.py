@@ -106,8 +106,12 @@ def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
 
 
 def _capability(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import contrast
+    from trace_jax.recipes import contrast, worlds
 
+    if args.action == "worlds":
+        return worlds.command(
+            args.run_dir, config, names=args.capabilities, seeds=args.seeds, rollouts=args.rollouts, out=args.out
+        )
     asked = {name: getattr(args, name) for name in ("stage", "split", "episodes", "samples", "trajectories", "out")}
     return contrast.command(args.run_dir, config, **asked)
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 SPLITS = ("train", "validation")  # the held-out test is for evaluation alone
 STAGES = ("latest", "best", "grpo", "sft")
-ACTIONS = {"contrast": "which capabilities failed attempts lack and passed ones do not (arXiv 2604.05336)"}
+ACTIONS = {
+    "contrast": "which capabilities failed attempts lack and passed ones do not (arXiv 2604.05336)",
+    "worlds": "for each of them the difficulty at which it can be learned, at most five tries",
+}
 _EXISTING = "directory of a run whose SFT is done"
 
 
@@ -19,8 +22,7 @@ def build(group: argparse.ArgumentParser) -> None:
     actions = group.add_subparsers(dest="action", metavar="ACTION", parser_class=type(group), required=True)
     for name, text in ACTIONS.items():
         p = actions.add_parser(name, help=text, description=text, parents=[shared], allow_abbrev=False)
-        if name == "contrast":
-            _contrast(p)
+        {"contrast": _contrast, "worlds": _worlds}[name](p)
 
 
 def _contrast(p: argparse.ArgumentParser) -> None:
@@ -34,6 +36,23 @@ def _contrast(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--out", type=Path, metavar="DIR", help="default: capability/contrast-<stage>-<split> in the run directory"
+    )
+
+
+def _worlds(p: argparse.ArgumentParser) -> None:
+    _names(p)
+    p.add_argument("--seeds", type=_count, metavar="N", help="episodes of each try (default: 100)")
+    p.add_argument("--rollouts", type=_count, metavar="K", help="attempts at each (default: 16)")
+    p.add_argument("--out", type=Path, metavar="DIR", help="default: capability in the run directory")
+
+
+def _names(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--capabilities",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="which (default: those that the newest contrast of the run kept)",
     )
 
 

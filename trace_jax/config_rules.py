@@ -32,6 +32,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grpo.weight_sync": ("between", "in_flight"),
     "grpo.turn_credit.form": ("log_ratio", "raw_delta", "remaining_gap", "remaining_gap_initial"),
     "capability.labeller": ("programmatic", "endpoint"),
+    "environment.world": (
+        *("", "tool_protocol", "campaign_comparison", "mix_decomposition", "drill_down", "intersection"),
+        *("sibling_causes", "abstaining", "stopping", "evidence"),
+    ),
     "grpo.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"),
 }
 
@@ -43,6 +47,7 @@ ONLY_OF: dict[str, tuple[str, ...]] = {
         *(f"environment.{name}" for name in ("tool_seconds", "memory_limit_mb", "reward_attr", "reward_full")),
         "grpo.no_signal_share",
         "sft.without",
+        *("environment.world", "environment.world_level", "grpo.hints"),
     ),
     "search": ("search",),
 }
@@ -90,6 +95,7 @@ RANGES: dict[str, tuple[Any, float]] = {
     "environment.reward_attr": (0, 1),
     "environment.reward_full": (0, 1),
     "environment.reward_format": (0, 1),
+    "environment.world_level": (-6, 6),
     "search.documents": (16, 128),
     "search.min_hops": (1, 5),
     "search.max_hops": (1, 5),
@@ -307,6 +313,16 @@ def _combinations(c: RunConfig) -> None:
     for name in c.data.curriculum:
         allowed = CHOICES["simulator.difficulty"]
         _refuse(name not in allowed, f"`data.curriculum` has `{shown(name)}`: choose from {', '.join(allowed)}")
+    world = c.environment.world
+    _refuse(
+        not world and c.environment.world_level != 0,
+        "`environment.world_level` is the difficulty of a world: name one with `environment.world`",
+    )
+    _refuse(not world and c.grpo.hints > 0, "`grpo.hints`: only worlds have hints, name one with `environment.world`")
+    _refuse(
+        c.grpo.hints > 0 and c.rollout.replay_routes,
+        "`grpo.hints` and `rollout.replay_routes` exclude each other: experts chosen with a hint are not those without",
+    )
     for name in c.sft.without:
         _refuse(name not in WITHOUT, f"`sft.without` has `{shown(name)}`: choose from {', '.join(WITHOUT)}")
     _refuse(set(LESSONS) <= set(c.sft.without), "`sft.without` leaves no type of lesson: leave one out of it")

@@ -152,7 +152,7 @@ def _same(out: Path, settings: Mapping[str, Any]) -> None:
     except (OSError, ValueError):
         raise ConfigError(f"{path} is damaged: remove {out}, or choose another --out") from None
     if before is None:
-        _write(path, json.dumps(wanted, indent=1) + "\n")
+        write(path, json.dumps(wanted, indent=1) + "\n")
     elif before != wanted:
         name = next(k for k in {**before, **wanted} if before.get(k) != wanted.get(k))
         raise ConfigError(
@@ -199,9 +199,9 @@ def _contrast(
         "out": str(out),
     }
     _write_labels(out / "labels.parquet", trajectories, read, labels, capabilities)
-    _write(out / "contrast.json", json.dumps(result, indent=1, default=list, allow_nan=False) + "\n")
-    _write(out / "contrast.md", text := table.markdown(result))
-    _write(out / "contrast.svg", table.chart(result))
+    write(out / "contrast.json", json.dumps(result, indent=1, default=list, allow_nan=False) + "\n")
+    write(out / "contrast.md", text := table.markdown(result))
+    write(out / "contrast.svg", table.chart(result))
     print(text, end="")
     return json.loads(json.dumps(result, default=list))
 
@@ -248,7 +248,8 @@ def _write_labels(
         partial.replace(path)
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Writes a text file; it appears whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.ads import analyst
 from trace_jax.environments.ads.capabilities import CAPABILITIES
 from trace_jax.environments.ads.environment import AdsEnvironment
+from trace_jax.environments.ads.worlds import WORLDS, WorldEnvironment, harder
 from trace_jax.environments.base import Environment, Episode, Task, Transcript
 from trace_jax.environments.capability import Capability
 from trace_jax.environments.search import corpus, explorer
@@ -20,7 +21,7 @@ from trace_jax.environments.search.environment import APART, SearchEnvironment, 
 from trace_jax.evaluation.kinds import KINDS, Kind
 from trace_jax.simulator.accepted import accepted_episodes
 from trace_jax.simulator.stream import composition_of
-from trace_jax.warehouse.splits import EpisodeSet, load_split
+from trace_jax.warehouse.splits import EpisodeSet, load_composed, load_split
 
 # Weights of the advertising teacher's episode types. Flatter than the splits: a cause with one lesson in a hundred is
 # hardly learnt.
@@ -83,6 +84,17 @@ class Domain:
 
 def _ads_split(config: RunConfig, split: str, folder: Path, on_progress: Callable[..., Any] | None) -> AdsEnvironment:
     """Simulated once and kept in `folder`."""
+    if config.environment.world:
+        world = WORLDS[config.environment.world]
+        episodes = load_composed(
+            harder(config.simulator, config.environment.world_level),
+            config.data.seed,
+            f"world-{config.environment.world}-{split}",
+            composition_of(getattr(config.data, split), dict(world.types)),
+            folder,
+            on_progress,
+        )
+        return WorldEnvironment(episodes, config.environment, world)
     return AdsEnvironment(load_split(config, split, folder, on_progress=on_progress), config.environment)
 
 

@@ -143,12 +143,17 @@ def _intersection(case: Case) -> Label:
 def _sibling_causes(case: Case) -> Label:
     if case.answer is None or case.cause == NO_SIGNAL or LEVELS[case.answer.root_cause] != LEVELS[case.cause]:
         return NA
+    return _where(case.answer.root_cause == case.cause and features_shown(case) == 1.0)
+
+
+def features_shown(case: Case) -> float:
+    """Share of the metrics that set the true cause apart which were compared where it acts; 1 where none does."""
     says = ("up", "down", "some up", "some down")
     features = [f for f, change in _CAUSES[case.cause].signature.items() if change in says]
     needed = {_SHOWN_BY.get(f, f) for f in features}
     where = {"campaign": lambda q: q.totals, "segment": lambda q: not q.totals}.get(LEVELS[case.cause], lambda q: True)
     seen = frozenset().union(*(q.metrics for q in case.queries if q.compares and where(q)))
-    return _where(case.answer.root_cause == case.cause and needed <= seen)
+    return len(needed & seen) / len(needed) if needed else 1.0
 
 
 def _abstaining(case: Case) -> Label:
@@ -167,14 +172,21 @@ def _stopping(case: Case) -> Label:
 
 
 def _evidence(case: Case) -> Label:
-    quoted = quotes(case.attempt.answer) if case.answer is not None else []
-    if not quoted:
+    if case.answer is None or not quotes(case.attempt.answer):
         return NA
+    return _where(evidence_shown(case) == 1.0)
+
+
+def evidence_shown(case: Case) -> float:
+    """Share of the numbers quoted as evidence that results show, under the metric that they are quoted for; 0 where none
+    is quoted."""
+    quoted = quotes(case.attempt.answer)
     seen: dict[str, set[float]] = {"": set()}
     for step in case.steps:
         for metric, numbers in shown(step).items() if step.works else ():
             seen.setdefault(metric, set()).update(numbers)
-    return _where(all(_printed(number, seen.get(metric.lower(), seen[""])) for metric, number in quoted))
+    found = [_printed(number, seen.get(metric.lower(), seen[""])) for metric, number in quoted]
+    return sum(found) / len(found) if found else 0.0
 
 
 def quotes(answer: str | None) -> list[tuple[str, str]]:
