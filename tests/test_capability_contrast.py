@@ -79,6 +79,14 @@ def test_a_capability_that_only_failures_lack_is_kept_and_ranked_first():
     assert found.low["gap"][1] < found.value.gap[1] < found.high["gap"][1]
 
 
+def test_equal_gaps_are_ranked_by_coverage():
+    passed = np.arange(100) < 50
+    few, many = np.where(passed, 1, 0), np.where(passed, 1, -1)
+    few[50:70] = -1
+    found = run(np.stack([few, many], 1), passed)
+    assert found.mean_gap.tolist() == [1.0, 1.0] and found.order.tolist() == [1, 0]
+
+
 def test_coverage_and_gap_must_both_reach_their_thresholds():
     passed = np.repeat([False, True], 100)
     rare = np.zeros(200, int)

@@ -46,7 +46,7 @@ class Contrast:
     Attributes:
         value: figures of all attempts, the mean over runs of labels. low, high: bounds of each, tasks resampled.
         mean_gap: over the runs. selected: runs that select each capability. kept: selected by enough of them.
-        order: capabilities, the kept ones first, each part by falling mean gap.
+        order: capabilities, the kept ones first, each part by falling mean gap, equal gaps by falling coverage.
     """
 
     value: Rates
@@ -141,7 +141,8 @@ def contrast(
         low[name], high[name] = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
     selected = selects(runs, config).sum(axis=0)
     kept, mean_gap = selected >= config.keep, runs.gap.mean(axis=0)
-    return Contrast(whole, low, high, mean_gap, selected, kept, np.lexsort((-mean_gap, ~kept)))
+    order = np.lexsort((-runs.coverage.mean(axis=0), -mean_gap.round(9), ~kept))
+    return Contrast(whole, low, high, mean_gap, selected, kept, order)
 
 
 def _mean(found: Rates) -> Rates:
