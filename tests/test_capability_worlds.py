@@ -61,5 +61,5 @@ def test_an_infeasible_level_counts_as_too_hard_and_no_level_is_tried_twice():
     assert Try.from_json(hard.as_json(WINDOW)) == hard
     assert next_level([easy], WINDOW) == 2.0 and next_level([easy, hard], WINDOW) == 1.0
     assert next_level([Try(0.0, statistics(std=0.0))], WINDOW) is None
-    # out of order by noise
-    assert next_level([Try(0.0, statistics(success=0.1)), Try(-2.0, statistics(success=0.05)), Try(-4.0, statistics(success=0.9)), Try(-3.0, statistics(success=0.1))], WINDOW) == -3.5  # fmt: skip
+    levels = {0.0: 0.1, -2.0: 0.05, -4.0: 0.9, -3.0: 0.1}  # out of order by noise
+    assert next_level([Try(x, statistics(success=y)) for x, y in levels.items()], WINDOW) == -3.5

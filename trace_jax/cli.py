@@ -106,8 +106,10 @@ def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
 
 
 def _capability(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import contrast, worlds
+    from trace_jax.recipes import adapters, contrast, worlds
 
+    if args.action == "train":
+        return adapters.command(args.run_dir, config, args.overrides, names=args.capabilities, out=args.out)
     if args.action == "worlds":
         return worlds.command(
             args.run_dir, config, names=args.capabilities, seeds=args.seeds, rollouts=args.rollouts, out=args.out

@@ -10,6 +10,7 @@ STAGES = ("latest", "best", "grpo", "sft")
 ACTIONS = {
     "contrast": "which capabilities failed attempts lack and passed ones do not (arXiv 2604.05336)",
     "worlds": "for each of them the difficulty at which it can be learned, at most five tries",
+    "train": "one adapter for each accepted world, by GRPO on the frozen policy",
 }
 _EXISTING = "directory of a run whose SFT is done"
 
@@ -22,7 +23,7 @@ def build(group: argparse.ArgumentParser) -> None:
     actions = group.add_subparsers(dest="action", metavar="ACTION", parser_class=type(group), required=True)
     for name, text in ACTIONS.items():
         p = actions.add_parser(name, help=text, description=text, parents=[shared], allow_abbrev=False)
-        {"contrast": _contrast, "worlds": _worlds}[name](p)
+        {"contrast": _contrast, "worlds": _worlds, "train": _train}[name](p)
 
 
 def _contrast(p: argparse.ArgumentParser) -> None:
@@ -44,6 +45,19 @@ def _worlds(p: argparse.ArgumentParser) -> None:
     p.add_argument("--seeds", type=_count, metavar="N", help="episodes of each try (default: 100)")
     p.add_argument("--rollouts", type=_count, metavar="K", help="attempts at each (default: 16)")
     p.add_argument("--out", type=Path, metavar="DIR", help="default: capability in the run directory")
+
+
+def _train(p: argparse.ArgumentParser) -> None:
+    p.epilog = "Fields of grpo, lora and rollout apply to every adapter, e.g. --grpo.steps 50; see docs/capability.md."
+    p.add_argument(
+        "--capabilities",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="which; also `mix`, one adapter for all worlds, and `target`, one for the task itself (default: all "
+        "accepted worlds)",
+    )
+    p.add_argument("--out", type=Path, metavar="DIR", help="with worlds.json (default: capability in the run directory)")
 
 
 def _names(p: argparse.ArgumentParser) -> None:

@@ -57,10 +57,9 @@ class EnvironmentConfig:
     reward_attr: float = 0.65
     reward_full: float = 0.30
     reward_format: float = 0.05  # for an answer that can be read; of "search", a right name earns the rest of 1
-    # A capability whose world (docs/capability.md) takes the place of the task in training: episodes that call for it,
-    # effects halved every two levels, a reward that pays for exercising it; empty: the task itself
-    world: str = ""
-    world_level: float = 0.0
+    # Worlds of capabilities (docs/capability.md) that take the place of the task, in equal parts, NAME or NAME@LEVEL:
+    # episodes that call for the capability, effects halved every two levels, a reward that pays for exercising it
+    worlds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

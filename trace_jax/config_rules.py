@@ -32,10 +32,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grpo.weight_sync": ("between", "in_flight"),
     "grpo.turn_credit.form": ("log_ratio", "raw_delta", "remaining_gap", "remaining_gap_initial"),
     "capability.labeller": ("programmatic", "endpoint"),
-    "environment.world": (
-        *("", "tool_protocol", "campaign_comparison", "mix_decomposition", "drill_down", "intersection"),
-        *("sibling_causes", "abstaining", "stopping", "evidence"),
-    ),
     "grpo.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"),
 }
 
@@ -47,7 +43,7 @@ ONLY_OF: dict[str, tuple[str, ...]] = {
         *(f"environment.{name}" for name in ("tool_seconds", "memory_limit_mb", "reward_attr", "reward_full")),
         "grpo.no_signal_share",
         "sft.without",
-        *("environment.world", "environment.world_level", "grpo.hints"),
+        *("environment.worlds", "grpo.hints"),
     ),
     "search": ("search",),
 }
@@ -55,6 +51,13 @@ ONLY_OF: dict[str, tuple[str, ...]] = {
 # What `sft.without` may leave out: lessons of an episode type, or a habit of the teacher.
 LESSONS = ("campaign", "mix", "segment_1d", "segment_2d", "no_signal")
 WITHOUT = (*LESSONS, "stopping")
+
+# Worlds of capabilities, and how far their difficulty goes either way: six levels are an eighth of the effects.
+WORLDS = (
+    *("tool_protocol", "campaign_comparison", "mix_decomposition", "drill_down", "intersection"),
+    *("sibling_causes", "abstaining", "stopping", "evidence"),
+)
+LEVELS = 6
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # becomes part of paths
 # A stored run is also read on smaller machines than its own (a report on a laptop), so only what no machine of this
@@ -95,7 +98,6 @@ RANGES: dict[str, tuple[Any, float]] = {
     "environment.reward_attr": (0, 1),
     "environment.reward_full": (0, 1),
     "environment.reward_format": (0, 1),
-    "environment.world_level": (-6, 6),
     "search.documents": (16, 128),
     "search.min_hops": (1, 5),
     "search.max_hops": (1, 5),
@@ -313,12 +315,17 @@ def _combinations(c: RunConfig) -> None:
     for name in c.data.curriculum:
         allowed = CHOICES["simulator.difficulty"]
         _refuse(name not in allowed, f"`data.curriculum` has `{shown(name)}`: choose from {', '.join(allowed)}")
-    world = c.environment.world
+    for text in c.environment.worlds:
+        name, _, level = text.partition("@")
+        _refuse(name not in WORLDS, f"`environment.worlds` has `{shown(text)}`: choose from {', '.join(WORLDS)}")
+        _refuse(
+            "@" in text and not (re.fullmatch(r"[-+]?\d+(\.\d+)?", level) and abs(float(level)) <= LEVELS),
+            f"`environment.worlds` has `{shown(text)}`: give a level from -{LEVELS} to {LEVELS}, such as {name}@1.5",
+        )
     _refuse(
-        not world and c.environment.world_level != 0,
-        "`environment.world_level` is the difficulty of a world: name one with `environment.world`",
+        c.grpo.hints > 0 and not c.environment.worlds,
+        "`grpo.hints`: only worlds have hints, name some with `environment.worlds`",
     )
-    _refuse(not world and c.grpo.hints > 0, "`grpo.hints`: only worlds have hints, name one with `environment.world`")
     _refuse(
         c.grpo.hints > 0 and c.rollout.replay_routes,
         "`grpo.hints` and `rollout.replay_routes` exclude each other: experts chosen with a hint are not those without",

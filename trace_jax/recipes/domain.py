@@ -13,7 +13,7 @@ from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.ads import analyst
 from trace_jax.environments.ads.capabilities import CAPABILITIES
 from trace_jax.environments.ads.environment import AdsEnvironment
-from trace_jax.environments.ads.worlds import WORLDS, WorldEnvironment, harder
+from trace_jax.environments.ads.worlds import Mixture, WorldEnvironment, harder, named
 from trace_jax.environments.base import Environment, Episode, Task, Transcript
 from trace_jax.environments.capability import Capability
 from trace_jax.environments.search import corpus, explorer
@@ -84,18 +84,28 @@ class Domain:
 
 def _ads_split(config: RunConfig, split: str, folder: Path, on_progress: Callable[..., Any] | None) -> AdsEnvironment:
     """Simulated once and kept in `folder`."""
-    if config.environment.world:
-        world = WORLDS[config.environment.world]
+    if config.environment.worlds:
+        return _worlds(config, split, folder, on_progress)
+    return AdsEnvironment(load_split(config, split, folder, on_progress=on_progress), config.environment)
+
+
+def _worlds(
+    config: RunConfig, split: str, folder: Path, on_progress: Callable[..., Any] | None
+) -> AdsEnvironment | Mixture:
+    """Episodes of worlds instead of the task's: of each as many, rounded up to a whole number."""
+    parts, size = [], -(-getattr(config.data, split) // len(config.environment.worlds))
+    for text in config.environment.worlds:
+        world, level = named(text)
         episodes = load_composed(
-            harder(config.simulator, config.environment.world_level),
+            harder(config.simulator, level),
             config.data.seed,
-            f"world-{config.environment.world}-{split}",
-            composition_of(getattr(config.data, split), dict(world.types)),
+            f"world-{world.capability.name}-{split}",
+            composition_of(size, dict(world.types)),
             folder,
             on_progress,
         )
-        return WorldEnvironment(episodes, config.environment, world)
-    return AdsEnvironment(load_split(config, split, folder, on_progress=on_progress), config.environment)
+        parts.append(WorldEnvironment(episodes, config.environment, world))
+    return parts[0] if len(parts) == 1 else Mixture(parts)
 
 
 def _ads_draw(config: RunConfig, name: str, size: int, on_progress: Callable[..., Any] | None) -> EpisodeSet:

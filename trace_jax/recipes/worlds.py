@@ -54,7 +54,7 @@ def command(
     Raises:
         ConfigError: bad input. Interrupted: finished tries are saved.
     """
-    if config.environment.world:
+    if config.environment.worlds:
         raise ConfigError(f"the run in {run_dir} trains in a world itself: give one of the task")
     with RunDirectory.open(run_dir) as run, Interrupt() as interrupt:
         work = Workspace(run, Progress(), interrupt)
@@ -187,8 +187,7 @@ class _Search:
 
 def of_world(config: RunConfig, name: str, level: float) -> RunConfig:
     """The configuration of a run in a world."""
-    environment = dataclasses.replace(config.environment, world=name, world_level=float(level))
-    return config.replace(environment=environment)
+    return config.replace(environment=dataclasses.replace(config.environment, worlds=(f"{name}@{level:g}",)))
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -178,8 +178,8 @@ def _evidence(case: Case) -> Label:
 
 
 def evidence_shown(case: Case) -> float:
-    """Share of the numbers quoted as evidence that results show, under the metric that they are quoted for; 0 where none
-    is quoted."""
+    """Share of the numbers quoted as evidence that results show, under the metric they are quoted for; 0 where none is
+    quoted."""
     quoted = quotes(case.attempt.answer)
     seen: dict[str, set[float]] = {"": set()}
     for step in case.steps:

@@ -1,7 +1,7 @@
 """Targeted worlds: episodes that all call for one capability, with a reward that pays for exercising it.
 
-A world is a generator x_c = G_c(z) over the simulator's knobs (arXiv 2604.05336): z is an episode's number, the knobs are
-the mix of episode types and the size of the effects, which the difficulty sets. Tables, tools, prompts and answers are
+A world is a generator x_c = G_c(z) over the simulator's knobs (arXiv 2604.05336): z is an episode's number, the knobs
+are the mix of episode types and the size of the effects, which the difficulty sets. Tables, tools, prompts and answers are
 those of the task itself, so that what an adapter learns here is used there as it is. The reward R_c is denser than the
 task's: it also pays for the queries without which the capability is not there, right answer or not.
 """
@@ -9,7 +9,7 @@ task's: it also pays for the queries without which the capability is not there, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trace_jax.config import EnvironmentConfig, SimulatorConfig
@@ -135,6 +135,39 @@ _ENTRIES = {c.name: c for c in CAPABILITIES}
 WORLDS: Mapping[str, World] = {
     name: World(_ENTRIES[name], types, {"compact": hint, "full": hint}, parts) for name, types, hint, parts in _ROWS
 }
+
+
+def named(text: str) -> tuple[World, float]:
+    """World and level of an entry of `environment.worlds`, "NAME" or "NAME@LEVEL"."""
+    name, _, level = text.partition("@")
+    return WORLDS[name], float(level or 0)
+
+
+class Mixture:
+    """Several worlds as one environment, in turn: task i is task i // n of world i % n. Thread-safe as they are."""
+
+    def __init__(self, parts: Sequence[AdsEnvironment]):
+        if len({len(p) for p in parts}) != 1:
+            raise ValueError("worlds of different sizes")
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def task(self, index: int) -> Task:
+        """Task at position `index` of the mixture."""
+        part, own = self._place(index)
+        return replace(part.task(own), index=index)
+
+    def open(self, task: Task) -> Episode:
+        """Start an attempt. Close the episode to give its database back."""
+        part, own = self._place(task.index)
+        return part.open(replace(task, index=own))
+
+    def _place(self, index: int) -> tuple[AdsEnvironment, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        return self._parts[index % len(self._parts)], index // len(self._parts)
 
 
 class WorldEnvironment(AdsEnvironment):
