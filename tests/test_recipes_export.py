@@ -1,5 +1,6 @@
 """`trace-jax export`: where it may write, what it refuses to write, and a full disk; the same of `import`."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -8,6 +9,8 @@ from test_recipes_import import CFG, CHAT, drawn, ran, refused
 
 from trace_jax.config import ConfigError
 from trace_jax.policy import hf, hf_files, hf_peft
+from trace_jax.recipes import adoption
+from trace_jax.recipes.rundir import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +151,17 @@ def test_paths_that_are_no_checkpoint_say_what_to_give(make, word, tmp_path, cap
     (tmp_path / "model.safetensors").write_bytes(b"")
     told = refused(capsys, "import", "--from", make(tmp_path), "--run-dir", tmp_path / "run")
     assert re.search(word, told), told
+
+
+def test_what_an_imported_run_can_do_next_is_said(run, tmp_path, capsys):
+    """It can be scored as it is; its tokenizer does not depend on the fields of training one, its shape is fixed."""
+    assert "or score the imported policy by --agent untrained" in refused(capsys, "eval", "--run-dir", run)
+    config = RunDirectory.open(run, lock=False).config
+    other = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, transcripts=96))
+    assert adoption.check(run, other).stages == {"base": "base"}
+    other = dataclasses.replace(config, policy=dataclasses.replace(config.policy, rope_theta=5.0))
+    with pytest.raises(ConfigError, match="`policy.rope_theta` is 5.0, but --init takes the policy of"):
+        adoption.check(run, other)
 
 
 def test_the_directory_of_a_checkpoint_is_no_run(source, capsys):

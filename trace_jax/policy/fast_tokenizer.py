@@ -212,7 +212,7 @@ def _tokenizers():
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            f"tokenizer: reading {TOKENIZER} needs the package `tokenizers`: pip install trace-jax[hf]"
+            f"tokenizer: reading {TOKENIZER} needs the package `tokenizers`: pip install 'trace-jax[hf]'"
         ) from error
     return tokenizers
 

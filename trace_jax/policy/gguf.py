@@ -122,7 +122,7 @@ def _reader(path: Path) -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ConfigError("import: reading GGUF needs the package `gguf`: pip install trace-jax[hf]") from error
+        raise ConfigError("import: reading GGUF needs the package `gguf`: pip install 'trace-jax[hf]'") from error
     try:
         return gguf.GGUFReader(os.fspath(path))
     except OSError as error:

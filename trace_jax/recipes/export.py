@@ -76,8 +76,6 @@ def write(work: Workspace, stage: str, out: Path, dtype: str | None = None, shar
     """
     if stage == BASE and not work.imported:
         raise ConfigError(f"{work.run.path} has no imported policy (--stage {BASE}): choose sft or grpo")
-    params = work.base_params if stage == BASE else work.merged(work.trained_params(stage), exact=dtype is not None)
-    model = nnx.merge(nnx.graphdef(work.model), params)
     origin, generation = hf.Origin(), None
     if work.imported:
         store = work.store(BASE)
@@ -85,6 +83,9 @@ def write(work: Workspace, stage: str, out: Path, dtype: str | None = None, shar
         origin = hf.Origin(**store.extra(step).get("origin", {}))
         if hf.GENERATION in store.files(step):
             generation = store.restore_file(step, hf.GENERATION).read_bytes()
+    exact = (SHORT[dtype] if dtype else origin.dtype) != "BF16"
+    params = work.base_params if stage == BASE else work.merged(work.trained_params(stage), exact)
+    model = nnx.merge(nnx.graphdef(work.model), params)
     with contextlib.ExitStack() as stack:
         bars: list[Bar] = []
 

@@ -228,7 +228,8 @@ class Workspace:
                     f"{folder} holds no complete checkpoint: continue the run with `trace-jax grpo --run-dir "
                     f"{self.run.path} --resume`, or choose the SFT policy (export --stage sft, eval --agent sft)"
                 )
-        raise ConfigError(f"{self.run.path} has no checkpoint: {self._first('sft')}")
+        own = ", or score the imported policy by --agent untrained" if self.imported else ""
+        raise ConfigError(f"{self.run.path} has no checkpoint: {self._first('sft')}{own}")
 
     def _first(self, stage: str) -> str:
         again = " --resume" if stage == "sft" else ""
