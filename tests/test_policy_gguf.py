@@ -98,7 +98,8 @@ def test_every_tensor_is_where_its_parameter_is(tmp_path, tied):
         ("llama", {"attention.head_count_kv": 3}, "kv_heads"),
         ("llama", {"block_count": 0}, "block_count"),
         ("llama", {"block_count": 2}, "layers.1"),
-        ("llama", {"feed_forward_length": 64}, "gate_proj.weight is"),
+        ("llama", {"block_count": 2**31}, "block_count is 2147483648"),
+        ("llama", {"feed_forward_length": 64}, "gate_proj.weight is .* the metadata says"),
     ],
 )
 def test_files_that_are_not_read_are_refused_in_one_line(arch, changes, word, tmp_path):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trace_jax.config import ConfigError, PolicyConfig
-from trace_jax.config_rules_policy import check_policy
+from trace_jax.config_rules_policy import RANGES, check_policy, outside
 from trace_jax.policy.gguf_tokenizer import metadata_of
 
 _SIZES = {
@@ -154,6 +154,9 @@ def _config(metadata: Mapping[str, Any], tied: bool, where: Path) -> PolicyConfi
                 f"import: {where}: llama.{name} {found!r} is not supported: choose another checkpoint, or safetensors"
             )
     sizes = {ours: int(value(theirs)) for ours, theirs in _SIZES.items()}
+    for ours, theirs in _SIZES.items():
+        if bounds := ours != "max_length" and outside(sizes[ours], *RANGES[f"policy.{ours}"]):
+            raise ConfigError(f"import: {where}: llama.{theirs} is {sizes[ours]}: it must be {bounds}")
     head_dim = int(value("attention.key_length", sizes["width"] // sizes["heads"]))
     for name in ("rope.dimension_count", "attention.value_length"):
         if value(name, head_dim) != head_dim:

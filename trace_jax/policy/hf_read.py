@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -96,7 +97,8 @@ def resolve(source: Source, cfg: PolicyConfig, vocab_size: int) -> Resolved:
             raise ConfigError(f"import: {where} holds no tensor {name!r}: is a weight file missing?")
         if held[name].shape != tensor.shape:
             found = list(held[name].shape)
-            raise ConfigError(f"import: {where}: {name} is {found} on disk, config.json says {list(tensor.shape)}")
+            said = "config.json says" if Path(where).is_dir() else "the metadata says"
+            raise ConfigError(f"import: {where}: {name} is {found} on disk, {said} {list(tensor.shape)}")
         if held[name].dtype not in DTYPES:
             raise ConfigError(f"import: {where}: {name} has type {held[name].dtype}, which is not read: use bfloat16")
         names.append((tensor, name))
