@@ -113,7 +113,7 @@ def place(
         partial.mkdir(parents=True)
         free = shutil.disk_usage(partial).free
         if size > free:
-            raise OSError(errno.ENOSPC, f"{size / 2**20:.0f} MiB needed, {free / 2**20:.0f} MiB free")
+            raise OSError(errno.ENOSPC, f"{-(-size // 2**20)} MiB needed, {free // 2**20} MiB free")
         write(partial)
         (directory / last).unlink(missing_ok=True)
         for path in [p for p in directory.iterdir() if replaced(p.name)]:

@@ -19,6 +19,7 @@ from trace_jax.config import ConfigError, PolicyConfig, RunConfig
 from trace_jax.config_rules_policy import mixers, parameters
 from trace_jax.learner import sharding
 from trace_jax.learner.checkpoint import CheckpointStore
+from trace_jax.learner.checkpoint_files import room
 from trace_jax.learner.roles import role_meshes
 from trace_jax.policy import chat_files, hf, hf_config, hf_peft, hf_read
 from trace_jax.policy.chat import Chat
@@ -220,11 +221,11 @@ def _save(
 ) -> None:
     """Reads the weights onto the mesh and writes them as the run's base policy."""
     vocab_size = config.policy.vocab_size
-    size = DTYPES[SHORT[config.policy.param_dtype]].itemsize * parameters(config.policy, vocab_size)
+    size = room(DTYPES[SHORT[config.policy.param_dtype]].itemsize * parameters(config.policy, vocab_size))
     free = shutil.disk_usage(run.path).free
     if size > free:  # before an hour of reading
         raise ConfigError(
-            f"import: no space in {run.path}: {size / 2**20:.0f} MiB needed, {free / 2**20:.0f} MiB free; free some or "
+            f"import: no space in {run.path}: {-(-size // 2**20)} MiB needed, {free // 2**20} MiB free; free some or "
             "choose another --run-dir"
         )
     model = nnx.eval_shape(lambda: Transformer(config.policy, vocab_size, rngs=nnx.Rngs(0)))
