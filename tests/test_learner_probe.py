@@ -64,7 +64,7 @@ def questions(draw, most=5):
         parts = [ids(1, 9)] + [ids(1, 14) for _ in range(draw(st.integers(0, 4)))]
         boundaries = np.cumsum([len(p) for p in parts]).tolist()
         tail = ids(0, 5)  # the final answer, which no boundary sees
-        found.append(Question(np.array(sum(parts, []) + tail), boundaries, ids(1, 3), ids(1, 8)))
+        found.append(Question(np.array(sum(parts, []) + tail), boundaries, ids(0, 3), ids(1, 8)))
     return found
 
 
@@ -133,7 +133,6 @@ def test_one_program_for_each_shape():
 @pytest.mark.parametrize(
     ("question", "says"),
     [
-        (Question(np.arange(5), [2, 5], [], [1]), "no scaffold"),
         (Question(np.arange(5), [2, 5], [1], []), "no answer"),
         (Question(np.arange(5), [2, 6], [1], [1]), "do not ascend within its 5 tokens"),
         (Question(np.arange(5), [3, 2], [1], [1]), "do not ascend"),

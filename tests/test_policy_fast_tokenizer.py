@@ -131,6 +131,21 @@ def _with(**changes):
     return json.dumps(content | changes).encode()
 
 
+def _same_id():
+    model = json.loads(golden("qwen3")["files"]["tokenizer.json"])["model"]
+    return _with(model=model | {"vocab": model["vocab"] | {"b": model["vocab"]["a"]}})
+
+
+def test_merges_are_not_dropped_at_random():
+    """`dropout` in a file is for training; every encoding of a text is the one without it."""
+    model = json.loads(golden("qwen3")["files"]["tokenizer.json"])["model"]
+    plain = tokenizer_of("qwen3")
+    tokenizer = FastTokenizer(plain.files | {"tokenizer.json": _with(model=model | {"dropout": 0.9})})
+    text = "select the impressions and the clicks of the campaign"
+    assert len(plain.encode(text)) < len(text)
+    assert all(tokenizer.encode(text) == plain.encode(text) for _ in range(20))
+
+
 @pytest.mark.parametrize(
     "files, message",
     [
@@ -144,6 +159,9 @@ def _with(**changes):
         ({"tokenizer.json": lambda: _with(model={"type": "BPE", "vocab": {"a": 0}, "merges": []})}, "of the 256 bytes"),
         ({"tokenizer.json": lambda: _with(added_tokens=[{"id": 420, "content": "  "}])}, "which is plain text"),
         ({"tokenizer.json": lambda: _with(), "tokenizer_config.json": b"\xff"}, "tokenizer_config.json is not JSON"),
+        ({"tokenizer.json": b"[" * 100_000}, "not JSON, or cut off"),
+        ({"tokenizer.json": lambda: _with(added_tokens=[{"id": 5, "content": "<|im_end|>"}])}, "shares the id 5"),
+        ({"tokenizer.json": lambda: _same_id()}, "'b' shares the id"),
     ],
 )
 def test_bad_files_are_one_clear_line(files, message, tmp_path):

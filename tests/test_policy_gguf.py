@@ -25,7 +25,9 @@ ROWS = {"attn_q": (WIDTH, WIDTH), "attn_k": (KV * 16, WIDTH), "attn_v": (KV * 16
 ROWS |= {"ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH), "ffn_down": (WIDTH, INNER)}
 
 
-def written(path: Path, arch: str = "llama", changes: dict | None = None, tied: bool = True) -> dict[str, np.ndarray]:
+def written(
+    path: Path, arch: str = "llama", changes: dict | None = None, tied: bool = True, more: tuple = ()
+) -> dict[str, np.ndarray]:
     """A file of one layer with Q8_0, Q4_1, F16 and F32 tensors; the arrays as any reader of it has them."""
     rng = np.random.default_rng(0)
     writer = gguf_package.GGUFWriter(str(path), arch)
@@ -47,6 +49,7 @@ def written(path: Path, arch: str = "llama", changes: dict | None = None, tied: 
     shapes = {"token_embd": (VOCABULARY, WIDTH), "output_norm": (WIDTH,), "blk.0.attn_norm": (WIDTH,)}
     shapes |= {"blk.0.ffn_norm": (WIDTH,)} | {f"blk.0.{name}": shape for name, shape in ROWS.items()}
     shapes |= {} if tied else {"output": (VOCABULARY, WIDTH)}
+    shapes |= {name: (16,) for name in more}
     found = {}
     for name, shape in shapes.items():
         value = rng.normal(size=shape).astype(np.float32)
@@ -90,10 +93,13 @@ def test_every_tensor_is_where_its_parameter_is(tmp_path, tied):
         ("llama", {"rope.scaling.type": "yarn"}, "rope.scaling.type 'yarn'"),
         ("llama", {"rope.dimension_count": 8}, "rope.dimension_count"),
         ("llama", {"expert_count": 4}, "expert_count"),
+        ("llama", {"attention.sliding_window": 64}, "attention.sliding_window"),
+        ("llama", {"attention.value_length": 8}, "attention.value_length"),
         ("llama", {"attention.head_count_kv": 3}, "kv_heads"),
         ("llama", {"block_count": 0}, "block_count"),
         ("llama", {"block_count": 2}, "layers.1"),
-        ("llama", {"feed_forward_length": 64}, "gate_proj.weight is"),
+        ("llama", {"block_count": 2**31}, "block_count is 2147483648"),
+        ("llama", {"feed_forward_length": 64}, "gate_proj.weight is .* the metadata says"),
     ],
 )
 def test_files_that_are_not_read_are_refused_in_one_line(arch, changes, word, tmp_path):
@@ -102,6 +108,14 @@ def test_files_that_are_not_read_are_refused_in_one_line(arch, changes, word, tm
         file = GgufFile(tmp_path / "m.gguf")
         resolve(file, file.config, file.config.vocab_size)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("import: ")
+
+
+@pytest.mark.parametrize("name", ["rope_freqs", "blk.0.attn_q_norm", "output_bias"])
+def test_tensors_that_change_the_computation_are_refused(name, tmp_path):
+    """rope_freqs scales the positions of Llama 3, without a word in the metadata."""
+    written(tmp_path / "m.gguf", more=(name,))
+    with pytest.raises(ConfigError, match=f"holds '{name}.weight'"):
+        GgufFile(tmp_path / "m.gguf")
 
 
 def test_damaged_files(tmp_path):

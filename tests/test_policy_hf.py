@@ -94,7 +94,9 @@ def cut(path: Path) -> None:
         (lambda d: edit(d, intermediate_size=64), "on disk"),
         (lambda d: edit(d, num_hidden_layers=3), "layers.2"),
         (lambda d: cut(d / "model.safetensors"), "damaged"),
-        (lambda d: (d / "model.safetensors").unlink(), "no tensor"),
+        (lambda d: (d / "model.safetensors").unlink(), "has no \\*.safetensors: copy"),
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "save it again as safetensors"),
+        (lambda d: (d / "config.json").write_text("[" * 100_000), "nested too deeply"),
         (lambda d: (d / "tokenizer.model").unlink(), "tokenizer.model"),
     ],
 )

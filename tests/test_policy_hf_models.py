@@ -54,7 +54,7 @@ def test_the_safetensors_package_reads_what_is_written(tmp_path):
         {n: hf_files.Planned(kinds[n], v.shape, lambda v=v: v) for n, v in values.items()},
     )
     with safetensors.safe_open(tmp_path / "x.safetensors", framework="numpy") as file:
-        assert set(file.keys()) == set(values) and file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == set(values) and file.metadata() == {"format": "pt", "producer": "trace-jax"}
         for name, value in values.items():
             assert np.array_equal(file.get_tensor(name), value) and file.get_tensor(name).dtype == value.dtype
 
@@ -95,7 +95,18 @@ def test_layers_and_rotary_share_of_config_json():
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("llama", {"compression_config": {"format": "int"}}, "compression_config"),
         ("llama", {"hidden_size": "32"}, "hidden_size '32'"),
+        ("llama", {"logits_scaling": 8.0}, "logits_scaling 8.0"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures .*Sequence"),
+        ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map"),
+        ("llama", {"model_type": ["llama"]}, "model_type"),
+        ("llama", {"num_hidden_layers": 2**31 - 1}, "`policy.layers` is 2147483647"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn' in rope_scaling"),
+        ("qwen3", {"tie_word_embeddings": "false"}, "tie_word_embeddings 'false'"),
+        ("qwen3_moe", {"norm_topk_prob": "false"}, "norm_topk_prob 'false'"),
+        ("qwen3_moe", {"num_experts": 6, "num_local_experts": 8}, "differ"),
+        ("qwen3_5_moe", {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers 0"),
         ("llama", {"num_key_value_heads": 3}, "multiple of `policy.kv_heads`"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
@@ -144,6 +155,7 @@ def rewritten(directory, change) -> None:
 
 
 NORM = "model.layers.1.self_attn.q_norm.weight"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +163,15 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
     [
         ("qwen3", lambda a: {n: v for n, v in a.items() if n != NORM}, f"no tensor '{NORM}'"),
         ("qwen3", lambda a: a | {NORM: a[NORM][:5]}, r"q_norm.weight is \[5\] on disk, config.json says \[12\]"),
-        ("qwen3", lambda a: a | {"model.layers.0.self_attn.q_proj.bias": a[NORM]}, r"lack \(model.layers.0.*q_proj.b"),
+        ("qwen3", lambda a: a | {"model.layers.0.self_attn.q_proj.bias": a[NORM]}, r"lacks \(model.layers.0.*q_proj.b"),
+        ("qwen3", lambda a: a | {"model.norm.bias": a[NORM]}, r"lacks \(model.norm.bias"),
+        ("qwen3", lambda a: a | {"lm_head.bias": a[NORM]}, r"lacks \(lm_head.bias"),
+        ("qwen3", lambda a: a | {NORM: a[NORM] * np.float32(np.nan)}, "q_norm.weight holds NaN"),
+        (
+            "qwen3_moe",
+            lambda a: a | {EXPERT: np.full_like(a[EXPERT], np.inf)},
+            "3.up_proj.weight holds NaN or inf",
+        ),
         ("qwen3", lambda a: a | {"model.layers.2.self_attn.q_norm.weight": a[NORM]}, r"model.layers.2"),
         ("llama", lambda a: a | {"lm_head.weight": a["lm_head.weight"] + 1}, "differs from model.embed_tokens"),
     ],
@@ -161,6 +181,52 @@ def test_wrong_tensors_are_named(name, change, word, tmp_path):
     with pytest.raises(hf_config.ConfigError, match=word) as caught:
         hf.load_model(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_float64_is_rounded_and_said_so_and_goes_out_in_float32(tmp_path):
+    directory = checkpoint(golden("llama"), tmp_path)
+    source = hf_files.SafetensorFiles(directory)
+    tensors = {
+        n: hf_files.Planned("F64", e.shape, lambda n=n: source.array(n).astype(np.float64))
+        for n, e in source.entries.items()
+    }
+    hf_files.write(directory / "wide.safetensors", tensors)
+    (directory / "wide.safetensors").rename(directory / "model.safetensors")
+    cfg = hf.policy_config(settings_of("llama"))
+    found = resolve(hf_files.SafetensorFiles(directory), cfg, cfg.vocab_size)
+    assert found.origin.dtype == "F32" and not found.origin.others
+    assert "rounded to float32" in found.notes[0]
+
+
+def test_a_header_that_lies_is_refused(tmp_path):
+    """Places that overlap, leave gaps or are no whole numbers; more bytes than tensors; JSON without an end."""
+    path = tmp_path / "model.safetensors"
+    values = {name: np.full(4, i, np.float32) for i, name in enumerate("ab")}
+    hf_files.write(path, {n: hf_files.Planned("F32", v.shape, lambda v=v: v) for n, v in values.items()})
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+
+    def lying(places, more=b"") -> None:
+        text = json.dumps(header | {"b": header["b"] | {"data_offsets": places}}).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data + more)
+
+    lying([16, 32])
+    assert np.array_equal(hf_files.SafetensorFiles(tmp_path).array("b"), values["b"])
+    for places, more, word in (
+        ([0, 16], b"", "b does not begin where"),
+        ([20, 36], bytes(4), "b does not begin where"),
+        ([16, 32], b"x", "1 bytes too many"),
+        ([16.0, 32.0], b"", "its header"),
+        (["16", "32"], b"", "its header"),
+        ([16], b"", "its header"),
+    ):
+        lying(places, more)
+        with pytest.raises(hf_config.ConfigError, match=f"model.safetensors is damaged .*{word}"):
+            hf_files.SafetensorFiles(tmp_path)
+    path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+    with pytest.raises(hf_config.ConfigError, match="its header"):
+        hf_files.SafetensorFiles(tmp_path)
 
 
 def test_files_that_are_missing_or_cut(tmp_path):
@@ -180,6 +246,9 @@ def test_files_that_are_missing_or_cut(tmp_path):
     with pytest.raises(hf_config.ConfigError, match=f"{last.name} is missing"):
         hf.load_model(directory)
     (directory / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(hf_config.ConfigError, match="index.json is damaged"):
+        hf.load_model(directory)
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
     with pytest.raises(hf_config.ConfigError, match="index.json is damaged"):
         hf.load_model(directory)
 

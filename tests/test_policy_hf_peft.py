@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -57,6 +58,20 @@ def test_weights_with_the_products_added_are_those_that_are_merged(name, tmp_pat
             changed += 2
         np.testing.assert_allclose(tensor, whole[key], atol=1e-5)
     assert changed == len(stored)
+
+
+def test_merging_keeps_the_type_unless_it_is_to_be_exact():
+    """In bfloat16 most of a small product is lost, in float32 nothing."""
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(1, 6, 5)), jnp.bfloat16)
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 1, 6, 2), (1, 1, 2, 5)))
+    pairs = {"up": lora.Pair(jnp.asarray(a), jnp.asarray(b * 1e-3))}
+    wanted = np.asarray(weight, np.float64) + 2.0 * 1e-3 * a[:, 0].astype(np.float64) @ b[:, 0]
+    exact = lora.merged({"up": weight}, pairs, 2.0, exact=True)["up"]
+    assert exact.dtype == jnp.float32
+    np.testing.assert_allclose(exact, wanted, atol=1e-6)
+    rounded = lora.merged({"up": weight}, pairs, 2.0)["up"]
+    assert rounded.dtype == jnp.bfloat16 and np.abs(np.asarray(rounded, np.float64) - wanted).max() > 1e-4
 
 
 def test_what_has_no_form_is_refused(tmp_path):

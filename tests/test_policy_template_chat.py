@@ -247,12 +247,21 @@ QWEN3, QWEN3_5, SMOLLM2 = (golden(name)["files"]["chat_template.jinja"] for name
         (QWEN3.replace("thought.strip('\\n')", "''"), "keep", "renders a history otherwise"),
         (QWEN3_5.replace("enable_thinking is false", "false"), "off", "cannot switch thoughts off"),
         ("{{ ''.__class__.__mro__ }}", "off", "unsafe|fails on a tool conversation"),
+        ("{{ 1 / 0 }}", "off", "fails on a tool conversation .division"),
+        ("{% for i in range(10**9) %}{% endfor %}", "off", "fails on a tool conversation .Range"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "off", "fails on a tool conversation .maximum"),
     ],
 )
 def test_templates_that_cannot_be_used_are_one_clear_line(template, thinking, message):
     with pytest.raises(ConfigError, match=message) as refused:
         TemplateChat(with_template("qwen3", template), ChatConfig(thinking=thinking))
     assert "\n" not in str(refused.value) and str(refused.value).startswith("chat template")
+
+
+def test_a_template_that_is_no_utf8_is_refused():
+    tokenizer = FastTokenizer(tokenizer_of("qwen3").files | {"chat_template.jinja": QWEN3.encode() + b"\xff"})
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        TemplateChat(tokenizer, ChatConfig())
 
 
 def test_a_token_that_swallows_spaces_is_refused():

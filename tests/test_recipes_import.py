@@ -185,7 +185,7 @@ def test_damaged_checkpoints_leave_nothing(damage, says, source, tmp_path, capsy
     damage(copy)
     assert says in refused(capsys, "import", "--from", copy, "--run-dir", tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    assert "no such checkpoint" in refused(capsys, "import", "--from", tmp_path / "x", "--run-dir", tmp_path / "run")
+    assert "no such path" in refused(capsys, "import", "--from", tmp_path / "x", "--run-dir", tmp_path / "run")
 
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path, capsys):

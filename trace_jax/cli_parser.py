@@ -72,15 +72,14 @@ def _count(text: str) -> int:
 
 
 def _bytes(text: str) -> int:
-    """A size such as 5GB, 500MB or 2.5 (GB). ValueError otherwise, which argparse reports."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]?)B?", text.strip(), re.IGNORECASE)
-    size = int(float(found[1]) * 10 ** {"K": 3, "M": 6}.get(found[2].upper(), 9)) if found else 0
+    """A size such as 5GB, 500MB or 2.5 (GB). argparse reports any other."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) *([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    size = int(float(found[1]) * 10 ** {"K": 3, "M": 6, "T": 12}.get(found[2].upper(), 9)) if found else 0
     if size < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give one such as 500MB or 5GB")
     return size
 
 
-_bytes.__name__ = "size"
 _count.__name__ = "number of steps"  # argparse: invalid number of steps value
 
 
@@ -214,7 +213,6 @@ def build() -> argparse.ArgumentParser:
             p.add_argument(
                 "--shard-size",
                 type=_bytes,
-                default=5 * 10**9,
                 metavar="SIZE",
                 help="a weight file gets no larger, e.g. 500MB (default: 5GB)",
             )

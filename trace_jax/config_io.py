@@ -22,6 +22,7 @@ import yaml
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import shown, validate
 
+_LISTS = {"lora.targets": "[query, value]", "policy.mixers": "[delta, attention]"}  # examples
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -122,7 +123,7 @@ def convert(value: Any, kind: Any, name: str, where: str) -> Any:
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(convert(v, args[0], f"{name}[{i}]", where) for i, v in enumerate(value))
     if origin is tuple:
-        example = "[1, 1, 1]" if args[0] is float else "[easy, hard]" if args[0] is str else "[1, 2]"
+        example = {float: "[1, 1, 1]", int: "[1, 2]", str: _LISTS.get(name, "[easy, hard]")}[args[0]]
         raise ConfigError(f"`{name}` in {where} takes a list, e.g. {example}, not {_got(value)}")
     if kind is float:
         number = _to_float(value)

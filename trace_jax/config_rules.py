@@ -205,8 +205,7 @@ def validate(config: RunConfig) -> None:
             raise ConfigError(f"`{name}` is `{shown(get(config, name))}`: choose one of {', '.join(allowed)}")
     for name, (low, high) in RANGES.items():
         value = get(config, name)
-        if (value <= 0 if low == ">0" else value < low) or value > high:
-            bounds = f"above 0 and at most {high}" if low == ">0" else f"between {low} and {high}"
+        if bounds := config_rules_policy.outside(value, low, high):
             raise ConfigError(f"`{name}` is {shown(value)}: it must be {bounds}")
     _environment(config)
     _combinations(config)

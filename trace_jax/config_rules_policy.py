@@ -101,6 +101,8 @@ def check(c: RunConfig) -> None:
         "`rollout.replay_routes` needs a policy with `policy.experts`: leave it out",
     )
     _refuse(not c.lora.targets, "`lora.targets` is empty: name the parameters that have an adapter")
+    twice = [name for i, name in enumerate(c.lora.targets) if name in c.lora.targets[:i]]
+    _refuse(bool(twice), f"`lora.targets` has {', '.join(f'`{name}`' for name in twice[:1])} twice: leave one out")
     for name in c.lora.targets:
         known = targets(c.policy)
         _refuse(
@@ -177,6 +179,13 @@ def check_policy(p: PolicyConfig) -> None:
         f"`policy.mlp_width` {p.mlp_width} would be ignored beside `policy.experts`: set it to 0",
     )
     _refuse(p.experts == 0 and p.mlp_width < 1, "`policy.mlp_width` is 0: only a policy with `policy.experts` has none")
+
+
+def outside(value: float, low: Any, high: float) -> str | None:
+    """Where a value of a field must be, if it is outside of what `RANGES` says."""
+    if not ((value <= 0 if low == ">0" else value < low) or value > high):
+        return None
+    return f"above 0 and at most {high}" if low == ">0" else f"between {low} and {high}"
 
 
 def _refuse(condition: bool, message: str) -> None:

@@ -92,7 +92,7 @@ class Folder:
         """Raises `ConfigError` when so many bytes do not fit."""
         if "://" in str(self.directory):
             return
-        free, needed = shutil.disk_usage(self.directory).free, int(size * 1.1) + 2**20
+        free, needed = shutil.disk_usage(self.directory).free, room(size)
         if free < needed:
             raise ConfigError(
                 f"no space for a checkpoint in {self.directory}: {needed / 2**20:.0f} MiB needed, "
@@ -122,6 +122,11 @@ class Folder:
             return all((path / file).stat().length == size for file, (size, _) in manifest["files"].items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
+
+
+def room(size: int) -> int:
+    """Bytes of a disk that a checkpoint of so many bytes needs."""
+    return int(size * 1.1) + 2**20
 
 
 def check_arrays(path: epath.Path, item: str, wanted: dict[str, list], stored: dict[str, dict]) -> None:

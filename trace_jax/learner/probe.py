@@ -41,7 +41,8 @@ class Question:
     Attributes:
         ids: its tokens.
         boundaries: lengths of `S_0 .. S_T`, ascending (`turn_credit.boundaries`).
-        scaffold: what stands before an answer, the same for all; at least one token.
+        scaffold: what stands before an answer, the same for all. Without one, the last token before a boundary is
+            given again at its place in the branch, since what scores an answer's first token must be in there.
         answer: the gold answer; at least one token.
     """
 
@@ -169,6 +170,7 @@ class _Item:
     boundaries: list[int]
     branch: list[int]  # scaffold and answer
     answer: int  # tokens of it
+    bare: bool  # no scaffold: `boundaries` are one less, and a branch begins with the token there
 
     @property
     def trunk(self) -> int:
@@ -187,15 +189,17 @@ class _Rows:
         known: dict[Any, tuple[int, int]] = {}
         for number, q in enumerate(questions):
             _check(number, q)
-            ids, branch = np.asarray(q.ids, np.int32), [*q.scaffold, *q.answer]
-            ask = (tuple(branch), len(q.answer))
+            bare = not len(q.scaffold)
+            ids, branch = np.asarray(q.ids, np.int32), [*([0] if bare else q.scaffold), *q.answer]
+            ask = (tuple(branch), len(q.answer), bare)
             mine: list[tuple[int, int]] = []
             item: _Item | None = None
             for boundary in q.boundaries:
                 key = (ids[:boundary].tobytes(), ask)
+                boundary -= bare
                 if key not in known:
                     if item is None or boundary + (len(item.boundaries) + 1) * len(branch) > row_length:
-                        item = _Item(ids, [], branch, len(q.answer))
+                        item = _Item(ids, [], branch, len(q.answer), bare)
                         self.items.append(item)
                     item.boundaries.append(boundary)
                     known[key] = (len(self.items) - 1, len(item.boundaries) - 1)
@@ -224,6 +228,8 @@ class _Rows:
                 begin = at + item.trunk + k * len(item.branch)
                 where = slice(begin, begin + len(item.branch))
                 batch.ids[row, where] = item.branch
+                if item.bare:
+                    batch.ids[row, begin] = item.ids[boundary]
                 batch.positions[row, where] = boundary + np.arange(len(item.branch))
                 batch.branch[row, where] = k + 1
                 batch.start[row, where] = boundary
@@ -250,8 +256,8 @@ def _empty(rows: int, length: int) -> ProbeBatch:
 
 
 def _check(number: int, q: Question) -> None:
-    if not len(q.scaffold) or not len(q.answer):
-        raise ValueError(f"question {number} has no scaffold or no answer")
+    if not len(q.answer):
+        raise ValueError(f"question {number} has no answer")
     ends = list(q.boundaries)
     if not ends or ends[0] < 1 or ends[-1] > len(q.ids) or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
         raise ValueError(f"question {number}: boundaries {ends} do not ascend within its {len(q.ids)} tokens")

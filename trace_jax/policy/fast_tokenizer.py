@@ -71,6 +71,12 @@ class FastTokenizer:
             raise ConfigError(
                 f"tokenizer: {TOKENIZER} has the added token {plain[0]!r}, which is plain text: not supported"
             )
+        names: dict[int, str] = {}
+        for name, token in [*vocabulary.items(), *added.items()]:
+            if names.setdefault(token, name) != name or vocabulary.get(name, token) != token:
+                raise ConfigError(
+                    f"tokenizer: in {TOKENIZER} {name!r} shares the id {token}, or has another one, too: copy it again"
+                )
         self._control = added
         self._control_names = {token: name for name, token in added.items()}
         self._pieces = {token: name for name, token in vocabulary.items() if name not in added}
@@ -92,9 +98,16 @@ class FastTokenizer:
     @property
     def template(self) -> str | None:
         """The chat template; of several in tokenizer_config.json the one for tools, else the default. None: there is
-        none."""
+        none.
+
+        Raises:
+            ConfigError: it is no text.
+        """
         if TEMPLATE in self.files:
-            return self.files[TEMPLATE].decode("utf-8", "replace")
+            try:
+                return self.files[TEMPLATE].decode()
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"chat template: {TEMPLATE} is not UTF-8 text: copy it again") from error
         found = self.settings.get("chat_template")
         if isinstance(found, list):
             named = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
@@ -199,7 +212,7 @@ def _tokenizers():
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            f"tokenizer: reading {TOKENIZER} needs the package `tokenizers`: pip install trace-jax[hf]"
+            f"tokenizer: reading {TOKENIZER} needs the package `tokenizers`: pip install 'trace-jax[hf]'"
         ) from error
     return tokenizers
 
@@ -209,7 +222,7 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
         raise ConfigError(f"tokenizer: no {name}: copy it beside the weights")
     try:
         content = json.loads(files[name])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"tokenizer: {name} is not JSON, or cut off: copy it again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"tokenizer: {name} is not a JSON object: copy it again")
@@ -249,6 +262,7 @@ def _without(content: dict[str, Any], control: Mapping[str, int]) -> dict[str, A
     content["model"] = model | {
         "vocab": {name: token for name, token in model["vocab"].items() if name not in control},
         "merges": kept,
+        "dropout": None,  # of merges, at random: for training tokenizers
         "unk_token": None if model.get("unk_token") in control else model.get("unk_token"),
     }
     return content

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trace_jax.config import ConfigError, PolicyConfig
-from trace_jax.config_rules_policy import check_policy
+from trace_jax.config_rules_policy import RANGES, check_policy, outside
 from trace_jax.policy.gguf_tokenizer import metadata_of
 
 _SIZES = {
@@ -23,6 +23,22 @@ _SIZES = {
     "heads": "attention.head_count",
     "mlp_width": "feed_forward_length",
     "max_length": "context_length",
+}
+# What else changes the computation, and the values with which it does not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "rope.scaling.type": ("none",),
+    "rope.scale_linear": (1,),
+    "rope.scaling.factor": (1, 0),
+    "expert_count": (0,),
+    "attention.scale": (0,),
+    "attention.sliding_window": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
 }
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -69,6 +85,9 @@ class GgufFile:
             _renamed(name): Entry("F32", tuple(int(n) for n in reversed(t.shape)), name)
             for name, t in self._tensors.items()
         }
+        strange = [name for name in self.entries if not name.startswith("model.") and name != "lm_head.weight"]
+        if strange:  # rope_freqs scales positions, blk.N.attn_q_norm normalises, ...
+            raise ConfigError(f"import: {path} holds {strange[0]!r}, which is not supported: choose another checkpoint")
         self.config = _config(self.metadata, tied="output.weight" not in self._tensors, where=self.where)
 
     def array(self, name: str) -> np.ndarray:
@@ -103,7 +122,7 @@ def _reader(path: Path) -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ConfigError("import: reading GGUF needs the package `gguf`: pip install trace-jax[hf]") from error
+        raise ConfigError("import: reading GGUF needs the package `gguf`: pip install 'trace-jax[hf]'") from error
     try:
         return gguf.GGUFReader(os.fspath(path))
     except OSError as error:
@@ -128,15 +147,20 @@ def _config(metadata: Mapping[str, Any], tied: bool, where: Path) -> PolicyConfi
             raise ConfigError(f"import: {where}: llama.{name} is missing or no number above 0: copy the file again")
         return found
 
-    scaling = metadata.get("llama.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ConfigError(f"import: {where}: llama.rope.scaling.type {scaling!r} is not supported")
-    if metadata.get("llama.expert_count"):
-        raise ConfigError(f"import: {where}: llama.expert_count is not supported")
+    for name, neutral in _NEUTRAL.items():
+        found = metadata.get(f"llama.{name}")
+        if found is not None and found not in neutral:
+            raise ConfigError(
+                f"import: {where}: llama.{name} {found!r} is not supported: choose another checkpoint, or safetensors"
+            )
     sizes = {ours: int(value(theirs)) for ours, theirs in _SIZES.items()}
+    for ours, theirs in _SIZES.items():
+        if bounds := ours != "max_length" and outside(sizes[ours], *RANGES[f"policy.{ours}"]):
+            raise ConfigError(f"import: {where}: llama.{theirs} is {sizes[ours]}: it must be {bounds}")
     head_dim = int(value("attention.key_length", sizes["width"] // sizes["heads"]))
-    if value("rope.dimension_count", head_dim) != head_dim:
-        raise ConfigError(f"import: {where}: llama.rope.dimension_count differs from the width of a head ({head_dim})")
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if value(name, head_dim) != head_dim:
+            raise ConfigError(f"import: {where}: llama.{name} differs from the width of a head ({head_dim})")
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
     cfg = PolicyConfig(
         **sizes,

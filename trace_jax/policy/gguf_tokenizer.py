@@ -121,7 +121,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     try:
         import gguf
     except ImportError as error:
-        raise ConfigError("GGUF: reading it needs the package `gguf`: pip install trace-jax[hf]") from error
+        raise ConfigError("GGUF: reading it needs the package `gguf`: pip install 'trace-jax[hf]'") from error
     try:
         return metadata_of(gguf.GGUFReader(str(path)))
     except OSError as error:

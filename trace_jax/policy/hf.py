@@ -76,8 +76,10 @@ def read_settings(directory: str | Path) -> dict[str, Any]:
         settings = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"import: cannot read {path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigError(f"import: {path} is nested too deeply: copy it again") from error
     except ValueError as error:
-        raise ConfigError(f"import: {path} is not JSON: {error}") from error
+        raise ConfigError(f"import: {path} is not JSON, or cut off ({error}): copy it again") from error
     text = settings.get("text_config", settings) if isinstance(settings, dict) else None
     if not isinstance(text, dict) or not isinstance(text.get("vocab_size"), int):
         raise ConfigError(f"import: {path} has no whole number `vocab_size`: copy it again")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trace_jax.config import ConfigError, PolicyConfig
-from trace_jax.config_rules_policy import ATTENTION, DELTA, check_policy, mixers
+from trace_jax.config_rules_policy import ATTENTION, DELTA, RANGES, check_policy, mixers, outside
 
 LLAMA, QWEN3, QWEN3_MOE = "llama", "qwen3", "qwen3_moe"
 QWEN3_5, QWEN3_5_MOE = "qwen3_5_text", "qwen3_5_moe_text"
@@ -23,6 +23,7 @@ ARCHITECTURES = {
     QWEN3_5: "Qwen3_5ForCausalLM",
     QWEN3_5_MOE: "Qwen3_5MoeForCausalLM",
 }
+_CLASSES = ("ForCausalLM", "Model", "TextModel", "ForConditionalGeneration")  # whose language model is the same
 RUNTIME = ("dtype", "param_dtype", "remat", "max_length")  # fields of a policy that a checkpoint does not fix
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GATED = (QWEN3_5, QWEN3_5_MOE)  # gated attention and delta layers, offset norms
@@ -36,8 +37,15 @@ _DELTA = {
     "conv_width": "linear_conv_kernel_dim",
 }
 # Absent from a config.json, these have the value that `transformers` takes then.
+_SWITCHES = ("tie_word_embeddings", "norm_topk_prob")
+# Of relatives, or of code that a checkpoint brings along: with a value they scale, cap or skip something.
+_STRANGE = (
+    *("logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"),
+    *("residual_multiplier", "embedding_multiplier", "attention_multiplier", "clip_qkv", "no_rope_layers"),
+)
 _HEAD_DIM = {QWEN3: 128, QWEN3_5: 256, QWEN3_5_MOE: 256}
 _QUARTER = 0.25
+_OTHER = "choose another checkpoint"
 
 
 def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,19 +55,25 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: another architecture.
     """
     kind = settings.get("model_type")
-    if kind not in NESTED:
+    if not isinstance(kind, str) or kind not in NESTED:
         text = dict(settings)
     else:
         nested = settings.get("text_config")
         if not isinstance(nested, Mapping):
             raise ConfigError(f"import: config.json of model_type {kind!r} has no `text_config`: copy it again")
         tied = settings.get("tie_word_embeddings", nested.get("tie_word_embeddings", False))
-        types = {key: settings[key] for key in ("dtype", "torch_dtype", "quantization_config") if settings.get(key)}
+        if nested.get("model_type", NESTED[kind]) not in (kind, NESTED[kind]):
+            raise ConfigError(
+                f"import: config.json is of model_type {kind!r} and its `text_config` of "
+                f"{_short(nested['model_type'])}: copy it again"
+            )
+        outer = ("dtype", "torch_dtype", "quantization_config", "compression_config", "rope_scaling", "architectures")
+        types = {key: settings[key] for key in (*outer, "auto_map") if settings.get(key)}
         ids = {key: settings[key] for key in TOKENS if settings.get(key) is not None}
         text = types | ids | dict(nested) | {"tie_word_embeddings": tied, "model_type": NESTED[kind]}
-    if text.get("model_type") not in ARCHITECTURES:
+    if not isinstance(kind, str) or text["model_type"] not in ARCHITECTURES:
         known = ", ".join([*ARCHITECTURES, *NESTED])
-        raise ConfigError(f"import: model_type {kind!r} is not supported: use one of {known}")
+        raise ConfigError(f"import: model_type {_short(kind)} is not supported: use one of {known}")
     return text
 
 
@@ -75,17 +89,20 @@ def policy_config(settings: Mapping[str, Any]) -> PolicyConfig:
     rope = _rope(text)
     _refuse_variants(text, rope, kind)
     heads, layers = _whole(text, "num_attention_heads"), _whole(text, "num_hidden_layers")
+    _check_range("layers", layers)  # before there is a list of them
     width = _whole(text, "hidden_size")
     kinds = _layers(text, layers, kind)
     sizes: dict[str, Any] = {}
     if kind in _SPARSE:
-        count = "num_experts" if text.get("num_experts") is not None else "num_local_experts"
+        names = [name for name in ("num_experts", "num_local_experts") if text.get(name) is not None]
+        if len({text[name] for name in names if isinstance(text[name], int)}) > 1:
+            raise ConfigError("import: num_experts and num_local_experts of config.json differ: mend one")
         sizes |= {
             "mlp_width": 0,
-            "experts": _whole(text, count),
+            "experts": _whole(text, next(iter(names), "num_experts")),
             "experts_per_token": _whole(text, "num_experts_per_tok"),
             "expert_width": _whole(text, "moe_intermediate_size"),
-            "norm_topk_prob": kind == QWEN3_5_MOE or bool(text.get("norm_topk_prob", False)),
+            "norm_topk_prob": kind == QWEN3_5_MOE or text.get("norm_topk_prob") is True,
         }
     else:
         sizes["mlp_width"] = _whole(text, "intermediate_size")
@@ -102,11 +119,11 @@ def policy_config(settings: Mapping[str, Any]) -> PolicyConfig:
         width=width,
         heads=heads,
         kv_heads=_whole(text, "num_key_value_heads") if text.get("num_key_value_heads") is not None else heads,
-        head_dim=_whole(text, "head_dim") if text.get("head_dim") else _HEAD_DIM.get(kind, width // heads),
+        head_dim=_whole(text, "head_dim") if text.get("head_dim") is not None else _HEAD_DIM.get(kind, width // heads),
         rope_theta=_number(rope.get("rope_theta", text.get("rope_theta", 10000.0)), "rope_theta"),
         norm_eps=_number(text.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
         qk_norm=kind != LLAMA,
-        tie_embeddings=bool(text.get("tie_word_embeddings", False)),
+        tie_embeddings=text.get("tie_word_embeddings") is True,
         rotary_fraction=default if fraction is None else _number(fraction, "partial_rotary_factor"),
         attention_gate=kind in _GATED,
         norm_offset=kind in _GATED,
@@ -115,11 +132,33 @@ def policy_config(settings: Mapping[str, Any]) -> PolicyConfig:
         dtype=dtype if dtype == "float32" else "bfloat16",
         **sizes,
     )
+    for name in RANGES:
+        section, _, field = name.partition(".")
+        if section == "policy" and field != "max_length":  # of which a run takes a part
+            _check_range(field, getattr(cfg, field))
     try:
         check_policy(cfg)
     except ConfigError as error:
         raise ConfigError(f"import: config.json: {error}") from None
     return cfg
+
+
+def _check_range(field: str, value: float) -> None:
+    if bounds := outside(value, *RANGES[f"policy.{field}"]):
+        raise ConfigError(f"import: config.json: `policy.{field}` is {value}: it must be {bounds}")
+
+
+def tokens(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Ids that a config.json names, see `TOKENS`.
+
+    Raises:
+        ConfigError: one is no id.
+    """
+    found = {name: text[name] for name in TOKENS if text.get(name) is not None}
+    for name, value in found.items():
+        if not all(type(i) is int for i in (value if isinstance(value, list) else [value])):
+            raise ConfigError(f"import: {name} {_short(value)} of config.json is no id of a token: copy it again")
+    return found
 
 
 def kind_of(cfg: PolicyConfig) -> str:
@@ -205,28 +244,59 @@ def _refuse_variants(text: Mapping[str, Any], rope: Mapping[str, Any], kind: str
         "attention_bias": not text.get("attention_bias"),
         "mlp_bias": not text.get("mlp_bias"),
         "use_sliding_window": not text.get("use_sliding_window"),
-        "hidden_act": text.get("hidden_act", "silu") == "silu",
+        "hidden_act": text.get("hidden_act", "silu") in ("silu", "swish"),  # two names of one
         "quantization_config": not text.get("quantization_config"),
+        "compression_config": not text.get("compression_config"),
         "mlp_only_layers": not text.get("mlp_only_layers"),
         "decoder_sparse_step": text.get("decoder_sparse_step", 1) == 1,
         "attn_output_gate": kind not in _GATED or text.get("attn_output_gate", True) is True,
     }
+    kept |= {name: text.get(name) in (None, False, 1) for name in _STRANGE}
     for name, ours in kept.items():
         if not ours:
-            raise ConfigError(f"import: {name} {_short(text.get(name))} of config.json is not supported")
+            raise ConfigError(f"import: {name} {_short(text.get(name))} of config.json is not supported: {_OTHER}")
+    for name in _SWITCHES:
+        if not isinstance(text.get(name), bool | None):
+            raise ConfigError(f"import: {name} {_short(text[name])} of config.json is not true or false: mend it there")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type != "default":
-        where = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
-        raise ConfigError(f"import: rope_type {_short(rope_type)} in {where} of config.json is not supported")
+        where = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+        raise ConfigError(f"import: rope_type {_short(rope_type)} in {where} of config.json is not supported: {_OTHER}")
     fraction = rope.get("partial_rotary_factor", text.get("partial_rotary_factor"))
     if kind not in _GATED and fraction not in (None, 1, 1.0):
-        raise ConfigError(f"import: partial_rotary_factor {_short(fraction)} of config.json is not supported by {kind}")
+        raise ConfigError(
+            f"import: partial_rotary_factor {_short(fraction)} of config.json is not supported by {kind}: {_OTHER}"
+        )
+    _refuse_classes(text, kind)
+
+
+def _refuse_classes(text: Mapping[str, Any], kind: str) -> None:
+    """Refuses classes that put something else on the language model (a score, a draft), or bring code along."""
+    stem = ARCHITECTURES[kind].removesuffix("ForCausalLM")
+    known = {f"{stem}{end}".lower() for end in _CLASSES}
+    given = text.get("architectures")
+    if given is not None:
+        names = given if isinstance(given, list) else [given]
+        if not all(isinstance(name, str) and name.lower() in known for name in names):
+            raise ConfigError(
+                f"import: architectures {_short(given)} of config.json is not supported: {kind} is read as "
+                f"{ARCHITECTURES[kind]}"
+            )
+    code = text.get("auto_map")
+    if isinstance(code, Mapping) and any(name in code for name in ("AutoModel", "AutoModelForCausalLM")):
+        raise ConfigError(
+            f"import: the checkpoint brings code of its own (auto_map in config.json), which is not run: {_OTHER}"
+        )
 
 
 def _rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
-        raise ConfigError("import: rope_parameters of config.json differ between layers, which is not supported")
+    """The rotary settings; of both spellings `transformers` uses the older one."""
+    name = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+    found = text.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"import: {name} {_short(found)} of config.json is no object: copy it again")
+    if any(isinstance(value, Mapping) for value in found.values()):
+        raise ConfigError(f"import: {name} of config.json differs between layers, which is not supported: {_OTHER}")
     return found
 
 

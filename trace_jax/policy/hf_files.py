@@ -7,6 +7,7 @@ Arrays are memory maps, so a checkpoint larger than the machine's memory can be 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -27,7 +28,11 @@ DTYPES: dict[str, Any] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 SHORT = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # types that are written
+METADATA = {"format": "pt", "producer": "trace-jax"}  # of files that are written here
+_NUMBERS = 2**20  # that are looked at together
 _LONGEST_HEADER = 100 * 2**20  # that `safetensors` reads
+# How JSON that is cut off, too deep, or of another form than expected shows itself.
+BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class Entry(NamedTuple):
@@ -46,7 +51,7 @@ class SafetensorFiles:
     def __init__(self, directory: Path):
         """
         Raises:
-            ConfigError: a file is missing or damaged; two files hold one tensor.
+            ConfigError: a file is missing or damaged, or there is none; two files hold one tensor.
         """
         self.where = Path(directory)
         self.entries: dict[str, Entry] = {}
@@ -74,11 +79,17 @@ def _files(directory: Path) -> list[Path]:
         return [directory / WEIGHTS]
     index = directory / INDEX
     if not index.is_file():
-        return sorted(directory.glob("*.safetensors"))
+        if found := sorted(directory.glob("*.safetensors")):
+            return found
+        pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt*"))
+        mend = "save it again as safetensors, the only kind read" if pickled else "copy the weights there"
+        raise ConfigError(f"import: {directory} has no *.safetensors: {mend}")
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if any(name != Path(name).name for name in names):
+            raise ValueError("a file elsewhere")
         paths = [directory / name for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *BROKEN) as error:
         raise ConfigError(f"import: {index} is damaged or cannot be read: copy it again") from error
     for path in paths:
         if not path.is_file():
@@ -99,22 +110,28 @@ def _header(path: Path) -> dict[str, Entry]:
             if size < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
                 raise ValueError("cut off, or no safetensors file")
             header = json.loads(file.read(length))
-        entries, end = {}, 0
+        entries = {}
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            begin, stop = entry["data_offsets"]
-            shape = tuple(int(n) for n in entry["shape"])
+            places, shape = entry["data_offsets"], tuple(entry["shape"])
+            if len(places) != 2 or not all(type(n) is int and n >= 0 for n in (*places, *shape)):
+                raise TypeError(name)
+            begin, stop = places
             dtype = DTYPES.get(entry["dtype"])
-            if not 0 <= begin <= stop or (dtype and math.prod(shape) * dtype.itemsize != stop - begin):
+            if begin > stop or (dtype and math.prod(shape) * dtype.itemsize != stop - begin):
                 raise ValueError(f"the size of {name} does not fit its shape")
             entries[name] = Entry(str(entry["dtype"]), shape, path, 8 + length + begin, 8 + length + stop)
-            end = max(end, 8 + length + stop)
-        if end > size:
-            raise ValueError(f"cut off at {size} of {end} bytes")
+        end = 8 + length
+        for name, entry in sorted(entries.items(), key=lambda item: item[1][3:]):
+            if entry.begin != end:
+                raise ValueError(f"{name} does not begin where the tensor before it ends")
+            end = entry.end
+        if end != size:
+            raise ValueError(f"cut off at {size} of {end} bytes" if end > size else f"{size - end} bytes too many")
     except OSError as error:
         raise ConfigError(f"import: cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except BROKEN as error:
         what = str(error) if type(error) is ValueError else "its header cannot be read"
         raise ConfigError(f"import: {path} is damaged ({what}): copy it again") from error
     return entries
@@ -144,7 +161,7 @@ def write(path: Path, tensors: Mapping[str, Planned], check: Callable[[], None] 
     """
     # Larger types first keeps all of them aligned.
     order = sorted(tensors, key=lambda name: -DTYPES[tensors[name].dtype].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
     for name in order:
         tensor = tensors[name]
@@ -158,6 +175,14 @@ def write(path: Path, tensors: Mapping[str, Planned], check: Callable[[], None] 
             check()
             array = np.ascontiguousarray(tensors[name].make(), DTYPES[tensors[name].dtype])
             file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether `write` made a file."""
+    with contextlib.suppress(OSError, *BROKEN), open(path, "rb") as file:
+        length = min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER)
+        return json.loads(file.read(length))["__metadata__"] == METADATA
+    return False
 
 
 def shards(tensors: Mapping[str, Planned], largest: int) -> dict[str, dict[str, Planned]]:
@@ -184,6 +209,12 @@ def index(files: Mapping[str, Mapping[str, Planned]]) -> dict[str, Any]:
 def is_weights(name: str) -> bool:
     """Whether a file's name is one that `shards` or `index` gives."""
     return name in (WEIGHTS, INDEX) or (name.startswith("model-") and name.endswith(".safetensors"))
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite; looked at in parts, so that little memory is needed."""
+    flat = array.reshape(-1)
+    return all(np.isfinite(flat[i : i + _NUMBERS]).all() for i in range(0, flat.size, _NUMBERS))
 
 
 def common(names: Iterable[str]) -> str:

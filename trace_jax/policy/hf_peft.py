@@ -86,7 +86,8 @@ def export(directory: str | Path, policy: PolicyConfig, cfg: LoraConfig, pairs: 
         (partial / CONFIG).write_text(json.dumps(settings, indent=1) + "\n")
         hf_files.write(partial / WEIGHTS, found)
 
-    place(Path(directory), write, lambda name: name == WEIGHTS, CONFIG)
+    size = sum(tensor.size for tensor in found.values())
+    place(Path(directory), write, size, lambda name: name == WEIGHTS, CONFIG)
 
 
 def _stacked_a(tensor: Tensor, pairs: Pairs) -> Callable[[], np.ndarray]:

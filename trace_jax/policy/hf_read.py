@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Array
 
 from trace_jax.config import ConfigError, PolicyConfig
 from trace_jax.policy import parameters
-from trace_jax.policy.hf_files import DTYPES, SHORT, common
+from trace_jax.policy.hf_files import DTYPES, SHORT, common, is_finite
 from trace_jax.policy.hf_names import EMBEDDING, HEAD, Piece, Tensor, tensors
 
 PREFIXES = ("model.", "model.language_model.", "")
@@ -27,6 +28,7 @@ _ASIDE = {
 _BUFFERS = ("rotary_emb.inv_freq",)  # old files hold them; they are computed here
 _ROWS = 4096  # that are compared at a time
 _SHOWN = 3
+_WITHOUT_LOSS = ("BF16", "F16", "F32")  # in float32
 
 
 class Source(Protocol):
@@ -45,7 +47,8 @@ class Origin:
     """How a checkpoint was stored, so that an export can be stored like it.
 
     Attributes:
-        dtype: of most tensors, as safetensors names it. others: of the rest, by names without prefix.
+        dtype: of most tensors, as safetensors names it (float32 where it was float64). others: of the rest, by names
+            without prefix.
         fused: whether the experts of a layer are fused.
         max_length: positions it was made for.
         tokens: ids that its config.json names (`eos_token_id`, ...).
@@ -80,33 +83,38 @@ def resolve(source: Source, cfg: PolicyConfig, vocab_size: int) -> Resolved:
     """Finds all tensors of a policy; reads none but those that must be compared.
 
     Raises:
-        ConfigError: a tensor is missing, or of another shape or an unknown type; the layers hold what the policy has
+        ConfigError: a tensor is missing, or of another shape or an unknown type; the files hold what the policy has
             not; heads are tied in config.json and differ in the files.
     """
     held, where = source.entries, source.where
     prefix = next((p for p in PREFIXES if p + EMBEDDING in held), PREFIXES[0])
     fused = any(name.startswith(f"{prefix}layers.") and name.endswith("experts.gate_up_proj") for name in held)
-    names, wrong = [], []
+    names = []
+    rounded: dict[str, list[str]] = {"float32": [], "bfloat16": []}
     for tensor in tensors(cfg, vocab_size, fused):
         name = tensor.name if tensor.name == HEAD else prefix + tensor.name
         if name not in held:
             raise ConfigError(f"import: {where} holds no tensor {name!r}: is a weight file missing?")
         if held[name].shape != tensor.shape:
             found = list(held[name].shape)
-            raise ConfigError(f"import: {where}: {name} is {found} on disk, config.json says {list(tensor.shape)}")
+            said = "config.json says" if Path(where).is_dir() else "the metadata says"
+            raise ConfigError(f"import: {where}: {name} is {found} on disk, {said} {list(tensor.shape)}")
         if held[name].dtype not in DTYPES:
             raise ConfigError(f"import: {where}: {name} has type {held[name].dtype}, which is not read: use bfloat16")
         names.append((tensor, name))
-        wrong += [tensor.name] if cfg.param_dtype == "bfloat16" and held[name].dtype not in ("BF16",) else []
+        if held[name].dtype not in (_WITHOUT_LOSS if cfg.param_dtype == "float32" else ("BF16",)):
+            rounded[cfg.param_dtype].append(tensor.name)
     known = {name for _, name in names}
     if cfg.tie_embeddings and HEAD in held:
         _check_tied(source, prefix + EMBEDDING)
         known.add(HEAD)
     notes = _rest(source, prefix, known)
-    if wrong:
-        notes.append(f"{_count(len(wrong), 'tensor')} rounded to bfloat16 (policy.param_dtype): {_first(wrong)}")
-    dtype = common(held[name].dtype for _, name in names)
-    others = {tensor.name: held[name].dtype for tensor, name in names if held[name].dtype != dtype}
+    for dtype, found in rounded.items():
+        if found:
+            notes.append(f"{_count(len(found), 'tensor')} rounded to {dtype} (policy.param_dtype): {_first(found)}")
+    kept = {name: "F32" if held[name].dtype == "F64" else held[name].dtype for _, name in names}
+    dtype = common(kept.values())
+    others = {tensor.name: kept[name] for tensor, name in names if kept[name] != dtype}
     return Resolved(names, Origin(dtype, others, fused if cfg.experts else None), notes)
 
 
@@ -123,6 +131,9 @@ def read(
     Args:
         shardings: of every parameter; default: on the first device.
         progress: called with the number of tensors read and of all; what it raises ends the work.
+
+    Raises:
+        ConfigError: a tensor holds what is no finite number.
     """
     places: dict[str, dict[tuple[int, ...], tuple[Piece, str]]] = {}
     for tensor, name in found.names:
@@ -136,10 +147,14 @@ def read(
         seen.add(name)
         return source.array(name)
 
+    def checked(name: str, part: np.ndarray) -> None:
+        if not is_finite(part):
+            raise ConfigError(f"import: {source.where}: {name} holds NaN or infinite numbers: copy it again")
+
     result = {}
     for name, declared in parameters.declare(cfg, vocab_size).items():
         sharding = alone if shardings is None else shardings[name]
-        result[name] = _filled(declared.shape, DTYPES[SHORT[cfg.param_dtype]], sharding, places[name], used)
+        result[name] = _filled(declared.shape, DTYPES[SHORT[cfg.param_dtype]], sharding, places[name], used, checked)
     progress(len(found.names), len(found.names))
     return result
 
@@ -150,6 +165,7 @@ def _filled(
     sharding: jax.sharding.Sharding,
     pieces: Mapping[tuple[int, ...], tuple[Piece, str]],
     used: Callable[[str], np.ndarray],
+    checked: Callable[[str, np.ndarray], None],
 ) -> Array:
     depth = len(next(iter(pieces)))
 
@@ -160,7 +176,9 @@ def _filled(
         for at in itertools.product(*(range(*b) for b in bounds[:depth])):
             piece, name = pieces[at]
             target = out[tuple(i - start for i, (start, _) in zip(at, bounds[:depth], strict=True))]
-            np.copyto(target, piece.view(used(name)).reshape(shape[depth:])[inner], casting="unsafe")
+            with np.errstate(over="ignore"):  # of float64: it becomes infinite, which is found
+                np.copyto(target, piece.view(used(name)).reshape(shape[depth:])[inner], casting="unsafe")
+            checked(name, target)
         return out
 
     return jax.make_array_from_callback(shape, sharding, shard)
@@ -178,7 +196,7 @@ def _check_tied(source: Source, embedding: str) -> None:
 
 
 def _rest(source: Source, prefix: str, known: set[str]) -> list[str]:
-    """Lines about tensors that are not read. ConfigError: one of them is part of a layer."""
+    """Lines about tensors that are not read. ConfigError: one of them is part of the language model."""
     rest = [name for name in source.entries if name not in known and not name.endswith(_BUFFERS)]
     notes = []
     aside = {what: [n for n in rest if n.startswith(starts)] for what, starts in _ASIDE.items()}
@@ -187,9 +205,10 @@ def _rest(source: Source, prefix: str, known: set[str]) -> list[str]:
         notes.append(f"tensors left out: {', '.join(counts)}")
     left = {name for names in aside.values() for name in names}
     unknown = [name for name in rest if name not in left]
-    if inside := [name for name in unknown if name.startswith(f"{prefix}layers.")]:
+    ours = (prefix,) if prefix else ("layers.", "norm.", "embed_tokens.")
+    if inside := [name for name in unknown if name.startswith((*ours, "lm_head."))]:
         raise ConfigError(
-            f"import: {source.where} holds {_count(len(inside), 'tensor')} that the layers of config.json lack "
+            f"import: {source.where} holds {_count(len(inside), 'tensor')} that the model of config.json lacks "
             f"({_first(inside)}): is it the config.json of another model?"
         )
     if unknown:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import shutil
@@ -16,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from trace_jax.config import ConfigError, PolicyConfig
-from trace_jax.policy import hf_config, hf_files
+from trace_jax.policy import fast_tokenizer, hf_config, hf_files
 from trace_jax.policy.chat import Chat
 from trace_jax.policy.hf_files import DTYPES, SHORT, Planned
 from trace_jax.policy.hf_names import HEAD, Tensor
@@ -41,7 +43,7 @@ def export(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     generation: bytes | None = None,
-    check: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Writes a checkpoint that `transformers`, vLLM or `load` open.
 
@@ -53,10 +55,11 @@ def export(
         dtype: of all tensors: "float32", "bfloat16" or "float16"; None: as `origin` says.
         shard_bytes: a weight file gets no larger.
         generation: content of generation_config.json; None: it is made.
-        check: called before every tensor; what it raises ends the work.
+        progress: called with the number of tensors written and of all; what it raises ends the work.
 
     Raises:
-        ConfigError: no architecture there is this policy's, or the directory cannot be written.
+        ConfigError: no architecture there is this policy's, it holds no finite numbers, or the directory cannot be
+            written.
     """
     if dtype is not None:
         origin = replace(origin, dtype=SHORT[dtype], others={})
@@ -69,6 +72,11 @@ def export(
     files = hf_files.shards(planned(params_of(model), model.cfg, model.vocab_size, origin), shard_bytes)
     if len(files) > 1:
         texts[hf_files.INDEX] = hf_files.index(files)
+    wanted = [tensor for group in files.values() for tensor in group.values()]
+    written = itertools.count()
+
+    def check() -> None:
+        progress(next(written), len(wanted))
 
     def write(partial: Path) -> None:
         for name, content in texts.items():
@@ -76,15 +84,23 @@ def export(
         _write_tokenizer(partial, model.cfg, chat)
         for name, group in files.items():
             hf_files.write(partial / name, group, check)
+        check()
 
-    place(Path(directory), write, hf_files.is_weights, CONFIG)
+    place(Path(directory), write, sum(tensor.size for tensor in wanted), _is_replaced, CONFIG)
 
 
-def place(directory: Path, write: Callable[[Path], None], replaced: Callable[[str], bool], last: str) -> None:
+def _is_replaced(name: str) -> bool:
+    return hf_files.is_weights(name) or name in (TOKENIZER, *fast_tokenizer.FILES)
+
+
+def place(
+    directory: Path, write: Callable[[Path], None], size: int, replaced: Callable[[str], bool], last: str
+) -> None:
     """Has files written beside a directory's own and puts them into it.
 
     Args:
         write: writes them into the directory it is given.
+        size: of them, in bytes.
         replaced: names of files of an earlier export, which go.
         last: the file without which nothing loads the directory.
 
@@ -95,6 +111,9 @@ def place(directory: Path, write: Callable[[Path], None], replaced: Callable[[st
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        free = shutil.disk_usage(partial).free
+        if size > free:
+            raise OSError(errno.ENOSPC, f"{-(-size // 2**20)} MiB needed, {free // 2**20} MiB free")
         write(partial)
         (directory / last).unlink(missing_ok=True)
         for path in [p for p in directory.iterdir() if replaced(p.name)]:
@@ -145,7 +164,16 @@ def planned(params: Mapping[str, Array], cfg: PolicyConfig, vocab_size: int, ori
     held = _Held(params)
 
     def make(tensor: Tensor, dtype: str) -> Callable[[], np.ndarray]:
-        return lambda: _disk(tensor, held, dtype)
+        def made() -> np.ndarray:
+            array = _disk(tensor, held, dtype)
+            if not hf_files.is_finite(array):
+                raise ConfigError(
+                    f"export: {tensor.name} in {dtype} has NaN or infinite numbers: "
+                    + ("use --dtype bfloat16" if dtype == "F16" else "take an earlier policy (--stage)")
+                )
+            return array
+
+        return made
 
     found = {}
     for tensor in layout(cfg, vocab_size, fused):
@@ -164,7 +192,8 @@ def _disk(tensor: Tensor, held: _Held, dtype: str) -> np.ndarray:
     out = np.empty(tensor.shape, DTYPES[dtype])
     for piece in tensor.pieces:
         view = piece.view(out)
-        np.copyto(view, held.at(piece.parameter, piece.at).reshape(view.shape), casting="unsafe")
+        with np.errstate(over="ignore"):  # of float16: it becomes infinite, which is found
+            np.copyto(view, held.at(piece.parameter, piece.at).reshape(view.shape), casting="unsafe")
     return out
 
 

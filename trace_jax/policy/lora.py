@@ -129,22 +129,28 @@ def add(
     return y + layers.linear(inner.reshape(-1, count * rank), b, ("rank", names[1]), placement)
 
 
-def merged(params: Mapping[str, Any], pairs: Pairs, factor: float, index: int = 0) -> dict[str, Any]:
+def merged(
+    params: Mapping[str, Any], pairs: Pairs, factor: float, index: int = 0, exact: bool = False
+) -> dict[str, Any]:
     """Weights with one adapter put into them.
 
     Args:
         params: arrays by name, targets stacked over layers.
         factor: alpha / rank.
+        exact: targets become float32; otherwise they are rounded to the type that they have.
     """
     return {
-        name: value if name not in pairs else _merge(value, pairs[name].a[:, index], pairs[name].b[:, index], factor)
+        name: value
+        if name not in pairs
+        else _merge(value, pairs[name].a[:, index], pairs[name].b[:, index], factor, exact)
         for name, value in params.items()
     }
 
 
-def _merge(weight, a, b, factor):
+def _merge(weight, a, b, factor, exact):
     product = factor * jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
-    return (weight.astype(jnp.float32) + product).astype(weight.dtype)
+    whole = weight.astype(jnp.float32) + product
+    return whole if exact else whole.astype(weight.dtype)
 
 
 def _shapes(policy: PolicyConfig, config: LoraConfig, count: int) -> dict[str, tuple[tuple, tuple, Pair]]:

@@ -23,7 +23,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 from jaxtyping import Bool, Int
 
@@ -159,7 +158,7 @@ class TemplateChat:
                 enable_thinking=self.thinking == "keep",
                 **self.tokenizer.special,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # what the template computes may fail in any way
             raise _Unfit(f"it fails on a tool conversation ({' '.join(str(error).split())})") from error
 
     def _first(self, system: str = _SYSTEM, user: str = _USER) -> list[Message]:

@@ -66,7 +66,11 @@ def check(source: Path, config: RunConfig, stage: str = "grpo") -> Takeover:
             )
         else:
             found = Takeover({"sft" if trained else BASE: BASE}, ("tokenizer.",))
+        # A tokenizer that was not trained owes nothing to the fields of training one.
+        free = ("tokenizer.",) if chat_files.tokenizer_files(other.path)[0] != TOKENIZER else ()
         for name in config_io.differences(before, config):
+            if name.startswith(free):
+                continue
             section, _, field = name.partition(".")
             if name.startswith(found.fields) or (section == "policy" and field in config_rules_policy.SHAPE):
                 old, new = (config_rules.shown(config_rules.get(c, name)) for c in (before, config))

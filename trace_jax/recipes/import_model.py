@@ -19,13 +19,14 @@ from trace_jax.config import ConfigError, PolicyConfig, RunConfig
 from trace_jax.config_rules_policy import mixers, parameters
 from trace_jax.learner import sharding
 from trace_jax.learner.checkpoint import CheckpointStore
+from trace_jax.learner.checkpoint_files import room
 from trace_jax.learner.roles import role_meshes
-from trace_jax.policy import chat_files, hf, hf_config, hf_read
+from trace_jax.policy import chat_files, hf, hf_config, hf_peft, hf_read
 from trace_jax.policy.chat import Chat
-from trace_jax.policy.fast_tokenizer import FastTokenizer
+from trace_jax.policy.fast_tokenizer import FILES, FastTokenizer
 from trace_jax.policy.gguf import GgufFile
 from trace_jax.policy.gguf_tokenizer import tokenizer_files
-from trace_jax.policy.hf_files import SafetensorFiles
+from trace_jax.policy.hf_files import DTYPES, SHORT, SafetensorFiles
 from trace_jax.policy.template_chat import TemplateChat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.policy.transformer import Transformer, logical_axes
@@ -89,6 +90,8 @@ def command(source: Path, run_dir: Path, file: Path | None, fields: Fields) -> d
         Interrupted: a signal arrived; nothing is left.
     """
     RunDirectory.refuse_taken(run_dir)
+    if (run_dir / hf.CONFIG).exists():
+        raise ConfigError(f"{run_dir} holds a checkpoint ({hf.CONFIG}): choose another --run-dir")
     progress = Progress()
     with Interrupt() as interrupt:
         opened = open_checkpoint(source)
@@ -101,14 +104,18 @@ def command(source: Path, run_dir: Path, file: Path | None, fields: Fields) -> d
             progress.note(note)
 
         def prepare(run: RunDirectory) -> None:
+            if run.checkpoints(BASE).exists():  # left by an import that was killed, perhaps of another tokenizer
+                for name in (*FILES, chat_files.SENTENCEPIECE):
+                    (run.path / name).unlink(missing_ok=True)
+            _save(run, opened, found, config, mesh, progress, interrupt)
             is_one_file = isinstance(chat.tokenizer, SentencePieceTokenizer)
             chat.tokenizer.save(run.path / chat_files.SENTENCEPIECE if is_one_file else run.path)
-            _save(run, opened, found, config, mesh, progress, interrupt)
 
         with _leaving_nothing(run_dir), RunDirectory.create(run_dir, config, prepare):
             pass
     count = parameters(config.policy, config.policy.vocab_size)
     print(f"imported policy: {run_dir}, {count:,} parameters")
+    progress.note(f"continue with: trace-jax sft --run-dir {run_dir} --resume (or grpo)")
     return {"run_dir": str(run_dir), "parameters": count, "tensors": len(found.names), "notes": notes}
 
 
@@ -118,15 +125,33 @@ def open_checkpoint(source: Path) -> Checkpoint:
     Raises:
         ConfigError: it is missing, damaged or not supported.
     """
-    if not source.exists():
-        raise ConfigError(f"no such checkpoint: --from {source}; give a directory with config.json, or a GGUF file")
-    if source.is_file():
+    if mend := _mend(source):
+        raise ConfigError(f"no checkpoint: --from {source}: {mend}")
+    if not source.is_dir():
         found = GgufFile(source)
         return Checkpoint(source, found.config, found, {}, None)
     settings = hf.read_settings(source)
     cfg, text = hf.policy_config(settings), hf_config.text_settings(settings)
-    tokens = {name: text[name] for name in hf_config.TOKENS if text.get(name) is not None}
+    tokens = hf_config.tokens(text)
     return Checkpoint(source, cfg, SafetensorFiles(source), tokens, _generation(source / hf.GENERATION))
+
+
+def _mend(source: Path) -> str | None:
+    """What to do where a path is not that of a checkpoint."""
+    if not source.exists():
+        return "no such path; give a directory with config.json, or a GGUF file"
+    if not source.is_dir():
+        ours = source.suffix in (".safetensors", ".json", ".bin")
+        return f"give the directory that it is in, {source.parent}" if ours else None
+    if (source / hf.CONFIG).exists():
+        return None
+    if (source / hf_peft.CONFIG).exists():
+        return "these are adapters; merge them into their base (`peft`: merge_and_unload) and import that"
+    if (source / "config.yaml").exists():
+        return "it is a run; give what `trace-jax export` writes, or start from its policy with --init"
+    if files := sorted(source.glob("*.gguf")):
+        return f"give the file, {files[0]}"
+    return f"it has no {hf.CONFIG}; copy it there"
 
 
 def configuration(opened: Checkpoint, file: Path | None, fields: Fields) -> RunConfig:
@@ -178,7 +203,7 @@ def _generation(path: Path) -> bytes | None:
     content = path.read_bytes()
     try:
         known = isinstance(json.loads(content), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         known = False
     if not known:
         raise ConfigError(f"import: {path} is no JSON object: copy it again or delete it")
@@ -196,6 +221,13 @@ def _save(
 ) -> None:
     """Reads the weights onto the mesh and writes them as the run's base policy."""
     vocab_size = config.policy.vocab_size
+    size = room(DTYPES[SHORT[config.policy.param_dtype]].itemsize * parameters(config.policy, vocab_size))
+    free = shutil.disk_usage(run.path).free
+    if size > free:  # before an hour of reading
+        raise ConfigError(
+            f"import: no space in {run.path}: {-(-size // 2**20)} MiB needed, {free // 2**20} MiB free; free some or "
+            "choose another --run-dir"
+        )
     model = nnx.eval_shape(lambda: Transformer(config.policy, vocab_size, rngs=nnx.Rngs(0)))
     state = nnx.state(model, nnx.Param)
     placed = nnx.to_pure_dict(sharding.shardings(state, logical_axes(model), mesh))

@@ -74,7 +74,7 @@ class Workspace:
                 raise ConfigError(f"{path} is missing: restore it, {self.run.path}/export may hold a copy")
             raise ConfigError(f"{self.run.path} has no tokenizer yet: {self._first('sft')}")
         chat = chat_files.open_chat(self.run.path, self.config.chat)
-        for note in chat.notes:
+        for note in chat.notes if "sft" not in self.run.begun() else ():  # later it was said, and cannot be changed
             self.progress.note(note)
         return chat
 
@@ -124,13 +124,13 @@ class Workspace:
         policy, adapters = self.config.policy, self.config.lora
         return lora.axes(policy, adapters) if adapters.rank else logical_axes(self.model)
 
-    def merged(self, params: Params) -> Params:
-        """All parameters of a policy, from what was trained of it."""
+    def merged(self, params: Params, exact: bool = False) -> Params:
+        """All parameters of a policy, from what was trained of it; `exact` as in `lora.merged`."""
         if self.frozen is None:
             return params
         factor = self.config.lora.alpha / self.config.lora.rank
         whole = nnx.state(self.model, nnx.Param)
-        nnx.replace_by_pure_dict(whole, lora.merged(nnx.to_pure_dict(self.frozen.base), params, factor))
+        nnx.replace_by_pure_dict(whole, lora.merged(nnx.to_pure_dict(self.frozen.base), params, factor, exact=exact))
         return whole
 
     @property
@@ -243,7 +243,8 @@ class Workspace:
                     f"{folder} holds no complete checkpoint: continue the run with `trace-jax grpo --run-dir "
                     f"{self.run.path} --resume`, or choose the SFT policy (export --stage sft, eval --agent sft)"
                 )
-        raise ConfigError(f"{self.run.path} has no checkpoint: {self._first('sft')}")
+        own = ", or score the imported policy by --agent untrained" if self.imported else ""
+        raise ConfigError(f"{self.run.path} has no checkpoint: {self._first('sft')}{own}")
 
     def _first(self, stage: str) -> str:
         again = " --resume" if stage == "sft" else ""
