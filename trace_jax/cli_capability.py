@@ -57,7 +57,9 @@ def _train(p: argparse.ArgumentParser) -> None:
         help="which; also `mix`, one adapter for all worlds, and `target`, one for the task itself (default: all "
         "accepted worlds)",
     )
-    p.add_argument("--out", type=Path, metavar="DIR", help="with worlds.json (default: capability in the run directory)")
+    p.add_argument(
+        "--out", type=Path, metavar="DIR", help="with worlds.json (default: capability in the run directory)"
+    )
 
 
 def _names(p: argparse.ArgumentParser) -> None:
