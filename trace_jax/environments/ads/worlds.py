@@ -1,9 +1,9 @@
 """Targeted worlds: episodes that all call for one capability, with a reward that pays for exercising it.
 
 A world is a generator x_c = G_c(z) over the simulator's knobs (arXiv 2604.05336): z is an episode's number, the knobs
-are the mix of episode types and the size of the effects, which the difficulty sets. Tables, tools, prompts and answers are
-those of the task itself, so that what an adapter learns here is used there as it is. The reward R_c is denser than the
-task's: it also pays for the queries without which the capability is not there, right answer or not.
+are the mix of episode types and the size of the effects, which the difficulty sets. Tables, tools, prompts and answers
+are those of the task itself, so that what an adapter learns here is used there as it is. The reward R_c is denser than
+the task's: it also pays for the queries without which the capability is not there, right answer or not.
 """
 
 from __future__ import annotations
