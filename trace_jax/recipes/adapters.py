@@ -62,6 +62,8 @@ def command(
         source, out = run.path, run.path / "capability" if out is None else out.resolve()
     planned = {n: _config(config, overrides, entries) for n, entries in _worlds(out, names).items()}
     for c in planned.values():
+        if not c.lora.rank:
+            raise ConfigError("`lora.rank` 0 is no adapter: give a rank, or leave the field out")
         train.check(c)
     result: dict[str, Any] = {"base": str(source), "adapters": {}}
     begun_with: list[Workspace] = []
