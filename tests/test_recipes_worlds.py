@@ -31,7 +31,7 @@ def accept(path, **levels):
 
 
 def test_a_search_and_what_it_leaves(smoke, capsys, monkeypatch):
-    """A policy that never succeeds makes the search go down to the easiest level, and the world is refused; what was
+    """A policy that earns too little makes the search go down to the easiest level, and the world is refused; what was
     tried is not tried again, and a search that was stopped goes on."""
     path, _ = smoke
     words = ["worlds", "--run-dir", path, "--capabilities", "abstaining", "--seeds", 2, "--rollouts", 2, "--json"]
@@ -41,7 +41,7 @@ def test_a_search_and_what_it_leaves(smoke, capsys, monkeypatch):
     assert json.loads(file.read_text()) == told and (path / "capability" / "worlds.md").read_text() in out
     world = told["worlds"]["abstaining"]
     assert [t["level"] for t in world["tries"]] == [0.0, -2.0, -4.0, -6.0] and not world["accepted"]
-    assert all(t["success"] == 0 and t["faults"] for t in world["tries"])
+    assert all(t["faults"] for t in world["tries"])
 
     tries = []
     monkeypatch.setattr(worlds._Search, "_try", lambda self, *_: tries.append(1))
