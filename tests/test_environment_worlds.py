@@ -1,4 +1,4 @@
-"""Worlds of capabilities: rewards against hand labels, recorded attempts, mixtures, and what a configuration may say."""
+"""Worlds of capabilities: rewards against hand labels, recorded attempts, mixtures, what a configuration may say."""
 
 import json
 from pathlib import Path
