@@ -5,11 +5,13 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -112,6 +114,13 @@ def test_a_cut_configuration_is_damage_not_defaults(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match="config.yaml is damaged"):
         RunDirectory.open(tmp_path)
+
+
+def test_a_run_of_an_earlier_version_opens(tmp_path):
+    """Fields that came later have the values that did what it did."""
+    stored = Path(__file__).parent / "data" / "config_of_an_earlier_version.yaml"
+    shutil.copy(stored, tmp_path / "config.yaml")
+    assert stored_config(tmp_path) == config_io.load(stored)
 
 
 def test_reading_takes_no_lock(tmp_path):

@@ -35,7 +35,18 @@ _MEMORY = (
     "out of memory: lower rollout.slots, sft.microbatch.rows, grpo.microbatch.rows, simulator.batch, the sizes of the "
     "policy or those of the data"
 )
-_STOPPABLE = (*TRAINING, "reproduce", "eval", "import", "export", "simulate", "inspect", "play", "certify")
+_STOPPABLE = (
+    *TRAINING,
+    "reproduce",
+    "eval",
+    "capability",
+    "import",
+    "export",
+    "simulate",
+    "inspect",
+    "play",
+    "certify",
+)
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -94,6 +105,19 @@ def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
     return assess.command(args.run_dir, config, agent=args.agent, split=args.split)
 
 
+def _capability(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax.recipes import adapters, contrast, worlds
+
+    if args.action == "train":
+        return adapters.command(args.run_dir, config, args.overrides, names=args.capabilities, out=args.out)
+    if args.action == "worlds":
+        return worlds.command(
+            args.run_dir, config, names=args.capabilities, seeds=args.seeds, rollouts=args.rollouts, out=args.out
+        )
+    asked = {name: getattr(args, name) for name in ("stage", "split", "episodes", "samples", "trajectories", "out")}
+    return contrast.command(args.run_dir, config, **asked)
+
+
 def _import(args: argparse.Namespace, config: None) -> dict[str, Any]:
     from trace_jax.recipes import import_model
 
@@ -131,14 +155,19 @@ def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
 
 def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import reproduce
+    from trace_jax.recipes import planted, reproduce
 
+    if args.study == planted.NAME:
+        for flag in ("init", "steps"):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"--{flag} does not go with {planted.NAME}, which trains SFT policies: leave it out")
+        return planted.command(config, args.out, seeds=args.seeds or planted.SEEDS, variants=args.variants)
     return reproduce.command(
         args.study,
         config,
         args.out,
         source=args.init,
-        seeds=args.seeds,
+        seeds=args.seeds or reproduce.SEEDS,
         variants=args.variants,
         steps=args.steps,
     )
@@ -163,6 +192,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "sft": _train,
     "grpo": _train,
     "eval": _eval,
+    "capability": _capability,
     "import": _import,
     "export": _export,
     "bench": _bench,
@@ -254,7 +284,7 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     if args.command == "reproduce":
         return args.init
     init = getattr(args, "init", None)
-    continues = args.command in ("grpo", "eval", "export", "report") or args.resume
+    continues = args.command in ("grpo", "eval", "capability", "export", "report") or args.resume
     run = init or (args.run_dir if continues else None)
     needs_one = getattr(args, "agent", None) not in SCRIPTED and not getattr(args, "dry_run", False)
     if run is None and continues and needs_one:
@@ -313,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Interrupted as stop:
         again = [*argv, *(["--resume"] if command_of(argv) == "simulate" and "--resume" not in argv else [])]
-        verb = "continue" if command_of(argv) in (*TRAINING, "simulate", "reproduce") else "start again"
+        verb = "continue" if command_of(argv) in (*TRAINING, "simulate", "reproduce", "capability") else "start again"
         print(f"interrupted; {verb} with: {stop.resume or shlex.join(['trace-jax', *again])}", file=sys.stderr)
         return stop.status
     except KeyboardInterrupt:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from trace_jax import config_io
+from trace_jax import cli_capability, config_io
 from trace_jax.config import ConfigError
+from trace_jax.recipes import studies
 from trace_jax.recipes.studies import STUDIES
 from trace_jax.recipes.tracking import SERVICES
 
@@ -47,6 +48,7 @@ COMMANDS = {
     "sft": "the recipe up to the end of supervised fine-tuning",
     "grpo": "GRPO, in a run whose SFT is done or in a new one from its policy (--init)",
     "eval": "score a run's policy or a baseline on held-out episodes",
+    "capability": "find what a policy lacks: contrast of failed and passed attempts",
     "import": "begin a run with an open checkpoint: Hugging Face layout (safetensors), or a GGUF file",
     "export": "write a run's policy in Hugging Face layout (safetensors), or its adapters for PEFT",
     "bench": "throughput as a share of what this machine can do: sim, tools, rollout, learner, probe",
@@ -94,6 +96,9 @@ def build() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         p = commands.add_parser(name, help=text, description=text, allow_abbrev=False, epilog=parser.epilog)
         p.set_defaults(config=None)
+        if name == "capability":
+            cli_capability.build(p)
+            continue
         if name in FIXED:
             p.epilog = None
         else:
@@ -180,14 +185,18 @@ def build() -> argparse.ArgumentParser:
             p.description = f"{text}\n\nSTUDY is one of\n" + "".join(
                 f"  {k:13s}{s.about}\n{' ' * 15}{', '.join(map(repr, s.variants))}\n" for k, s in STUDIES.items()
             )
+            names = (*STUDIES, studies.PLANTED)
+            planted = ", ".join(map(repr, studies.PLANTED_VARIANTS))
+            p.description += f"  {studies.PLANTED}  {studies.PLANTED_ABOUT}\n{' ' * 15}{planted}\n"
             shape = ", ".join(f"{k} {v}" for k, v in next(iter(STUDIES.values())).shape.items())
-            p.description += f"\nA study sets these fields of grpo for all of its runs: {shape}.\n"
-            p.add_argument("study", choices=tuple(STUDIES), metavar="STUDY", help=", ".join(STUDIES))
+            p.description += f"\nA study of GRPO sets these fields of grpo for all of its runs: {shape}.\n"
+            p.add_argument("study", choices=names, metavar="STUDY", help=", ".join(names))
             p.add_argument(
                 "--init", type=Path, metavar="DIR", help="start from the SFT policy of this run (default: train one)"
             )
             p.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the runs and the table go")
-            p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="S", help="default: 0 1 2")
+            seeds = f"default: 0 1 2, of {studies.PLANTED} 0 to {studies.PLANTED_SEEDS[-1]}"
+            p.add_argument("--seeds", type=int, nargs="+", metavar="S", help=seeds)
             p.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="default: all of the study")
             p.add_argument("--steps", type=_count, metavar="N", help="of each run (default: as the study says)")
         if name == "report":
@@ -246,6 +255,8 @@ def flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
     """Options that are not fields of the configuration: the parser's own and those of the command in `argv`."""
     sub = parser._subparsers._group_actions[0].choices.get(command_of(argv))  # type: ignore[union-attr]
     known = [parser] if sub is None else [parser, sub]
+    if sub is not None and sub._subparsers is not None:  # an option of another action is argparse's to refuse
+        known += sub._subparsers._group_actions[0].choices.values()  # type: ignore[union-attr]
     return {option for p in known for option in p._option_string_actions}
 
 

@@ -57,6 +57,9 @@ class EnvironmentConfig:
     reward_attr: float = 0.65
     reward_full: float = 0.30
     reward_format: float = 0.05  # for an answer that can be read; of "search", a right name earns the rest of 1
+    # Worlds of capabilities (docs/capability.md) that take the place of the task, in equal parts, NAME or NAME@LEVEL:
+    # episodes that call for the capability, effects halved every two levels, a reward that pays for exercising it
+    worlds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,9 @@ class SFTConfig:
     batch: int = 64  # trajectories per optimizer step
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="cosine"))
     microbatch: BatchConfig = field(default_factory=BatchConfig)
+    # Ablations of the advertising teacher: episode types that it gives no lessons of ("segment_2d", "no_signal", ...);
+    # "stopping": it goes on asking after it has decided
+    without: tuple[str, ...] = ()
     teacher_workers: int = 2  # processes that run the analyst
     save_every: int = 50
 
@@ -296,6 +302,24 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class CapabilityConfig:
+    """What counts as a capability that a policy lacks (arXiv 2604.05336), and who labels attempts."""
+
+    runs: int = 10  # of labels: of the endpoint, or resamples of the tasks where labels are computed
+    keep: int = 8  # runs that must select a capability
+    coverage: float = 0.10  # least share of the failed attempts that lack it
+    gap: float = 0.20  # least difference between failed and passed attempts in how many lack it
+    labeller: str = "programmatic"  # "programmatic" | "endpoint", a model behind an OpenAI-compatible interface
+    endpoint: str = ""  # its base URL, such as http://localhost:8000/v1
+    model: str = ""
+    key_variable: str = "OPENAI_API_KEY"  # environment variable with its key; unset: requests carry none
+    temperature: float = 1.0  # of its replies
+    timeout_seconds: float = 120.0  # of one request
+    retries: int = 5  # of a request that failed, and of a reply that cannot be read
+    workers: int = 4  # requests under way
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     """Device mesh `data x fsdp x tensor x expert`; -1 on `data` takes the remaining devices."""
 
@@ -326,6 +350,7 @@ class RunConfig:
     sft: SFTConfig = field(default_factory=SFTConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    capability: CapabilityConfig = field(default_factory=CapabilityConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     keep_checkpoints: int = 3
     save_in_background: bool = True  # training goes on while a checkpoint is written

@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grpo.kl_estimator": ("k1", "k2", "k3"),
     "grpo.weight_sync": ("between", "in_flight"),
     "grpo.turn_credit.form": ("log_ratio", "raw_delta", "remaining_gap", "remaining_gap_initial"),
+    "capability.labeller": ("programmatic", "endpoint"),
     "grpo.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"),
 }
 
@@ -41,9 +42,22 @@ ONLY_OF: dict[str, tuple[str, ...]] = {
         "data.curriculum",
         *(f"environment.{name}" for name in ("tool_seconds", "memory_limit_mb", "reward_attr", "reward_full")),
         "grpo.no_signal_share",
+        "sft.without",
+        *("environment.worlds", "grpo.hints"),
     ),
     "search": ("search",),
 }
+
+# What `sft.without` may leave out: lessons of an episode type, or a habit of the teacher.
+LESSONS = ("campaign", "mix", "segment_1d", "segment_2d", "no_signal")
+WITHOUT = (*LESSONS, "stopping")
+
+# Worlds of capabilities, and how far their difficulty goes either way: six levels are an eighth of the effects.
+WORLDS = (
+    *("tool_protocol", "campaign_comparison", "mix_decomposition", "drill_down", "intersection"),
+    *("sibling_causes", "abstaining", "stopping", "evidence"),
+)
+LEVELS = 6
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # becomes part of paths
 # A stored run is also read on smaller machines than its own (a report on a laptop), so only what no machine of this
@@ -153,6 +167,14 @@ RANGES: dict[str, tuple[Any, float]] = {
     "evaluation.min_p": (0, 1),
     "evaluation.bootstrap": (1, 10**5),
     "evaluation.confidence": (0.5, 0.9999),
+    "capability.runs": (1, 1000),
+    "capability.keep": (1, 1000),
+    "capability.coverage": (0, 1),
+    "capability.gap": (0, 1),
+    "capability.temperature": (0, 100),
+    "capability.timeout_seconds": (">0", 86400),
+    "capability.retries": (0, 100),
+    "capability.workers": (1, 256),
     "mesh.fsdp": (1, 65536),
     "mesh.tensor": (1, 65536),
     "mesh.expert": (1, 65536),
@@ -249,6 +271,26 @@ def _environment(c: RunConfig) -> None:
     )
 
 
+def _capability(c: RunConfig) -> None:
+    found = c.capability
+    _refuse(
+        found.keep > found.runs,
+        f"`capability.keep` ({found.keep}) exceeds `capability.runs` ({found.runs}): nothing could be kept, lower it",
+    )
+    asked = found.labeller == "endpoint"
+    for name in ("endpoint", "model"):
+        value = getattr(found, name)
+        _refuse(asked and not value, f"`capability.labeller` endpoint needs `capability.{name}`: set it")
+        _refuse(
+            bool(value) and not asked,
+            f"`capability.{name}` is `{shown(value)}`, but labels are computed: set `capability.labeller` to endpoint",
+        )
+    _refuse(
+        asked and not re.match(r"https?://[^\s/]+", found.endpoint),
+        f"`capability.endpoint` is `{shown(found.endpoint)}`: give a URL that begins with http:// or https://",
+    )
+
+
 def require_environment(config: RunConfig, name: str, what: str) -> None:
     """Refuses a run of another environment.
 
@@ -272,6 +314,24 @@ def _combinations(c: RunConfig) -> None:
     for name in c.data.curriculum:
         allowed = CHOICES["simulator.difficulty"]
         _refuse(name not in allowed, f"`data.curriculum` has `{shown(name)}`: choose from {', '.join(allowed)}")
+    for text in c.environment.worlds:
+        name, _, level = text.partition("@")
+        _refuse(name not in WORLDS, f"`environment.worlds` has `{shown(text)}`: choose from {', '.join(WORLDS)}")
+        _refuse(
+            "@" in text and not (re.fullmatch(r"[-+]?\d+(\.\d+)?", level) and abs(float(level)) <= LEVELS),
+            f"`environment.worlds` has `{shown(text)}`: give a level from -{LEVELS} to {LEVELS}, such as {name}@1.5",
+        )
+    _refuse(
+        c.grpo.hints > 0 and not c.environment.worlds,
+        "`grpo.hints`: only worlds have hints, name some with `environment.worlds`",
+    )
+    _refuse(
+        c.grpo.hints > 0 and c.rollout.replay_routes,
+        "`grpo.hints` and `rollout.replay_routes` exclude each other: experts chosen with a hint are not those without",
+    )
+    for name in c.sft.without:
+        _refuse(name not in WITHOUT, f"`sft.without` has `{shown(name)}`: choose from {', '.join(WITHOUT)}")
+    _refuse(set(LESSONS) <= set(c.sft.without), "`sft.without` leaves no type of lesson: leave one out of it")
     stages = max(len(c.data.curriculum), 1)
     _refuse(
         stages > 1 and c.grpo.prompts > c.data.train // stages,
@@ -287,6 +347,7 @@ def _combinations(c: RunConfig) -> None:
         f"`mesh.data` is {shown(c.mesh.data)}: use -1 (all devices) or between 1 and 65536",
     )
     config_rules_policy.check(c)
+    _capability(c)
     _refuse(
         c.rollout.context > c.policy.max_length,
         f"`rollout.context` ({c.rollout.context}) exceeds `policy.max_length` ({c.policy.max_length})",

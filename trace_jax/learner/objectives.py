@@ -13,6 +13,7 @@ Axes: rows of a micro-batch, time (tokens).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -88,6 +89,7 @@ def sft_objective(aggregation: str = "token_mean") -> Objective:
     return objective
 
 
+@functools.lru_cache(maxsize=16)  # equal configurations have one objective, so that runs can share a learner
 def grpo_objective(config: GRPOConfig) -> Objective:
     """The objective a `GRPOConfig` describes.
 

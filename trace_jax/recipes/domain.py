@@ -11,14 +11,17 @@ import numpy as np
 
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.ads import analyst
+from trace_jax.environments.ads.capabilities import CAPABILITIES
 from trace_jax.environments.ads.environment import AdsEnvironment
+from trace_jax.environments.ads.worlds import Mixture, WorldEnvironment, harder, named
 from trace_jax.environments.base import Environment, Episode, Task, Transcript
+from trace_jax.environments.capability import Capability
 from trace_jax.environments.search import corpus, explorer
 from trace_jax.environments.search.environment import APART, SearchEnvironment, WorldRange
 from trace_jax.evaluation.kinds import KINDS, Kind
 from trace_jax.simulator.accepted import accepted_episodes
 from trace_jax.simulator.stream import composition_of
-from trace_jax.warehouse.splits import EpisodeSet, load_split
+from trace_jax.warehouse.splits import EpisodeSet, load_composed, load_split
 
 # Weights of the advertising teacher's episode types. Flatter than the splits: a cause with one lesson in a hundred is
 # hardly learnt.
@@ -48,6 +51,7 @@ class Domain:
         atoms: words that the tokenizer keeps as single pieces.
         kind: how answers are measured and shown.
         lesson: what the teacher does for SFT, where it differs from the agent of its name.
+        capabilities: what its agents can be found to lack; empty: nobody has named any.
     """
 
     split: Callable[[RunConfig, str, Path, Callable[..., Any] | None], Environment]
@@ -58,6 +62,7 @@ class Domain:
     atoms: tuple[str, ...]
     kind: Kind
     lesson: Agent | None = None
+    capabilities: tuple[Capability, ...] = ()
 
     @property
     def teacher(self) -> str:
@@ -79,11 +84,33 @@ class Domain:
 
 def _ads_split(config: RunConfig, split: str, folder: Path, on_progress: Callable[..., Any] | None) -> AdsEnvironment:
     """Simulated once and kept in `folder`."""
+    if config.environment.worlds:
+        return _worlds(config, split, folder, on_progress)
     return AdsEnvironment(load_split(config, split, folder, on_progress=on_progress), config.environment)
 
 
+def _worlds(
+    config: RunConfig, split: str, folder: Path, on_progress: Callable[..., Any] | None
+) -> AdsEnvironment | Mixture:
+    """Episodes of worlds instead of the task's: of each as many, rounded up to a whole number."""
+    parts, size = [], -(-getattr(config.data, split) // len(config.environment.worlds))
+    for text in config.environment.worlds:
+        world, level = named(text)
+        episodes = load_composed(
+            harder(config.simulator, level),
+            config.data.seed,
+            f"world-{world.capability.name}-{split}",
+            composition_of(size, dict(world.types)),
+            folder,
+            on_progress,
+        )
+        parts.append(WorldEnvironment(episodes, config.environment, world))
+    return parts[0] if len(parts) == 1 else Mixture(parts)
+
+
 def _ads_draw(config: RunConfig, name: str, size: int, on_progress: Callable[..., Any] | None) -> EpisodeSet:
-    composition = composition_of(size, TEACHER_TYPES)
+    taught = {name: weight for name, weight in TEACHER_TYPES.items() if name not in config.sft.without}
+    composition = composition_of(size, taught)
     accepted = accepted_episodes(config.simulator, config.data.seed, name, composition, on_progress=on_progress)
     return EpisodeSet(*accepted, split=name)
 
@@ -112,6 +139,13 @@ def _analyst(episode: Episode, task: Task, rng: np.random.Generator, config: Run
     return analyst.investigate(episode, task, rng, config.environment.prompt)
 
 
+def _analyst_lesson(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
+    found = _analyst(episode, task, rng, config)
+    if "stopping" not in config.sft.without:
+        return found
+    return analyst.keep_asking(episode, found, rng, config.rollout.max_turns)
+
+
 def _explorer(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
     return explorer.explore(episode, task, rng, config.rollout.max_turns - 1)
 
@@ -137,6 +171,8 @@ DOMAINS: dict[str, Domain] = {
         mend="raise simulator.days or environment.tool_characters",
         atoms=(),
         kind=KINDS["ads"],
+        lesson=_analyst_lesson,
+        capabilities=CAPABILITIES,
     ),
     "search": Domain(
         split=_search_split,

@@ -26,6 +26,7 @@ from trace_jax.recipes.rundir import RunDirectory, stored_config
 from trace_jax.recipes.studies import STUDIES, Study
 from trace_jax.recipes.workspace import Workspace
 
+SEEDS = (0, 1, 2)
 LAST = 10  # steps whose mean is the training figure at the end
 
 
@@ -35,7 +36,7 @@ def command(
     out: Path,
     *,
     source: Path | None = None,
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] = SEEDS,
     variants: Sequence[str] = (),
     steps: int | None = None,
 ) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def command(
             train.check_new("grpo", None, planned_config, source)
     out.mkdir(parents=True, exist_ok=True)
     _same_source(out, source)
-    _keep_programs(out)
+    keep_programs(out)
     source = _sft(config, out) if source is None else source
     table = _finished_runs(out, every)
     result: dict[str, Any] = {}
@@ -79,18 +80,18 @@ def command(
         print(f"{name}, run {number + 1} of {count}: {variant}, seed {seed}", flush=True)
         run_config = planned[variant].replace(seed=seed)
         if (other := study.references.get(variant)) is not None:
-            pairs = [("grpo.turn_credit.reference", str(out / _file_name(other, seed)))]
+            pairs = [("grpo.turn_credit.reference", str(out / file_name(other, seed)))]
             run_config = config_io.override(run_config, pairs)
-        records = _run(out / _file_name(variant, seed), run_config, source)
+        records = _run(out / file_name(variant, seed), run_config, source)
         table.setdefault(variant, {})[seed] = _figures(records, planned[variant])
         # after every run: the table can be read before it is whole
         shown = {v: dict(sorted(table[v].items())) for v in study.variants if v in table}
         first = next(iter(shown))
         result = {"study": name, "baseline": first, "steps": every[first].grpo.steps, "runs": shown}
         result |= {"summary": reproduce_table.summary(shown, first)}
-        _write(out / "table.json", json.dumps(result, indent=1))
-        _write(out / "table.md", reproduce_table.markdown(result))
-        _write(out / "curves.svg", reproduce_table.curves(shown))
+        write(out / "table.json", json.dumps(result, indent=1))
+        write(out / "table.md", reproduce_table.markdown(result))
+        write(out / "curves.svg", reproduce_table.curves(shown))
     print(reproduce_table.markdown(result), end="")
     return result
 
@@ -138,7 +139,7 @@ def _run(path: Path, config: RunConfig, source: Path) -> list[dict[str, Any]]:
             f"{path} is of another study (`{changed[0]}` differs): give another --out, or the old settings"
         )
     if not begun:
-        _share_data(source, path)
+        share_data(source, path)
     if not begun or not _finished(path):
         _train("grpo", path, config, resume=begun, source=None if begun else source)
     return _records(path)
@@ -158,7 +159,7 @@ def _same_source(out: Path, source: Path | None) -> None:
     """Keeps which SFT policy a study began with: runs from another one do not belong into its table."""
     file, mine = out / "source.txt", "sft" if source is None else str(source.resolve())
     if not file.exists():
-        _write(file, mine + "\n")
+        write(file, mine + "\n")
     elif (before := file.read_text(encoding="utf-8").strip()) != mine:
         raise ConfigError(
             f"{out} is a study from the policy of {before}, not of {mine}: give another --out, or its --init"
@@ -169,7 +170,7 @@ def _finished_runs(out: Path, planned: Mapping[str, RunConfig]) -> dict[str, dic
     """Figures of the runs that are there already, whoever asked for them."""
     table: dict[str, dict[int, dict[str, Any]]] = {}
     for variant, config in planned.items():
-        stem = _file_name(variant, 0)[:-1]
+        stem = file_name(variant, 0)[:-1]
         for path in sorted(out.glob(f"{stem}*/config.yaml")):
             seed = path.parent.name.removeprefix(stem)
             if not seed.isdigit():
@@ -193,7 +194,7 @@ def _finished(path: Path) -> bool:
         return Workspace(run, Progress(), Interrupt()).is_finished(grpo.STAGE)
 
 
-def _share_data(source: Path, path: Path) -> None:
+def share_data(source: Path, path: Path) -> None:
     """The episodes of the source's splits: a run with other ones does not take them, see `splits.load_split`."""
     for file in (source / "data").glob("*.npz"):
         (path / "data").mkdir(parents=True, exist_ok=True)
@@ -236,18 +237,20 @@ def _figures(records: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[st
     }
 
 
-def _keep_programs(out: Path) -> None:
+def keep_programs(out: Path) -> None:
     """The runs of a study compile the same programs."""
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(out / "programs"))
 
 
-def _file_name(variant: str, seed: int) -> str:
+def file_name(variant: str, seed: int) -> str:
+    """Directory of a run in its study's."""
     words = "".join(c if c.isalnum() else " " for c in variant.lower()).split()
     return "-".join([*words, str(seed)])
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Writes a file so that it is either the old or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

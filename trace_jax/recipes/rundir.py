@@ -88,6 +88,9 @@ ADDED = (
     *(f"grpo.{n}" for n in ("old_policy", "correction", "overlong", "kl_estimator", "staleness", "weight_sync")),
     *("grpo.validation_samples", "grpo.keep_best", "grpo.microbatch.buckets", "sft.microbatch.buckets"),
     *("mesh.rollout", "save_in_background", "grpo.turn_credit", "environment.name", "search", "grpo.hints"),
+    *("sft.without", "capability", "environment.worlds", "lora", "chat", "rollout.replay_routes"),
+    *(f"policy.{n}" for n in ("vocab_size", "rotary_fraction", "attention_gate", "norm_offset", "norm_topk_prob")),
+    *(f"policy.{n}" for n in ("mixers", "delta_", "conv_width", "expert", "shared_expert", "param_dtype")),
 )
 
 # What may still change when a run is continued: the stage that first uses a field, "" for fields that have no effect
@@ -114,6 +117,7 @@ FIRST_USED = {
     "sft": "sft",
     "sft.trajectories": "teacher",  # also the size of the teacher's chunks
     "sft.teacher_workers": "",
+    "sft.without": "teacher",
     "sft.save_every": "",
     "rollout": "grpo",
     "rollout.context": "sft",
@@ -127,6 +131,7 @@ FIRST_USED = {
     "grpo.keep_best": "",
     "grpo.turn_credit.microbatch": "",  # shapes of the probe's batches: its values do not depend on them
     "evaluation": "grpo",
+    "capability": "",
 }
 
 

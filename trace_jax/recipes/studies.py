@@ -1,4 +1,7 @@
-"""Studies of `trace-jax reproduce`: what their runs share, and what each variant sets. All fields are of `grpo`."""
+"""Studies of `trace-jax reproduce`: what their runs share, and what each variant sets.
+
+Fields are of `grpo`, but for the study of planted deficits, which trains SFT policies.
+"""
 
 from __future__ import annotations
 
@@ -77,4 +80,18 @@ STUDIES: dict[str, Study] = {
         _SHAPE,
         {"later reference": "GRPO"},
     ),
+}
+
+PLANTED = "planted-deficits"
+PLANTED_ABOUT = "does the contrast find what SFT lessons left out? (arXiv 2604.05336)"
+PLANTED_SEEDS = tuple(range(10))
+PLANTED_CONTROL = "control"
+# What the SFT teacher lacks (`sft.without`), and the capability that should be found lacking.
+PLANTED_VARIANTS: dict[str, tuple[str, str]] = {
+    PLANTED_CONTROL: ("", ""),
+    "no two-attribute lessons": ("segment_2d", "intersection"),
+    "no no-signal lessons": ("no_signal", "abstaining"),
+    "no stop rule": ("stopping", "stopping"),
+    "no mix lessons": ("mix", "mix_decomposition"),
+    "no campaign lessons": ("campaign", "campaign_comparison"),
 }

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trace_jax.config import ConfigError, RunConfig
+from trace_jax.config import ConfigError, RolloutConfig, RunConfig
 from trace_jax.policy.chat import Chat
 from trace_jax.recipes import schedule
 from trace_jax.recipes.domain import TaskSet, domain_of
@@ -203,11 +203,15 @@ class EncodedLesson:
 def encode(lessons: Sequence[Lesson], chat: Chat, config: RunConfig) -> tuple[list[EncodedLesson], int]:
     """Token streams of the transcripts that fit the rollout limits, and how many did not.
 
+    A teacher without a stop rule (`sft.without`) is cut off by the limits as a policy would be: what fits is kept.
+
     Raises:
         ConfigError: more than `TOO_LONG` of them do not fit: a policy trained on the rest could not finish its answers.
     """
     encoded = [EncodedLesson(*chat.encode_transcript(x.system, x.user, x.steps, x.answer)) for x in lessons]
     limits = config.rollout
+    if "stopping" in config.sft.without:
+        encoded = [_cut_off(e, limits) for e in encoded]
     needs = {
         "rollout.context": np.array([len(e.ids) for e in encoded]),
         "rollout.max_turn_tokens": np.array([np.bincount(e.turn_index[e.loss_mask]).max() for e in encoded]),
@@ -228,3 +232,12 @@ def encode(lessons: Sequence[Lesson], chat: Chat, config: RunConfig) -> tuple[li
             )
         fits &= ~over
     return [e for e, good in zip(encoded, fits, strict=True) if good], int((~fits).sum())
+
+
+def _cut_off(lesson: EncodedLesson, limits: RolloutConfig) -> EncodedLesson:
+    """The lesson up to the last turn of the teacher that ends within the limits of turns and context."""
+    turns = int(lesson.turn_index.max()) + 1
+    ends = [int(np.flatnonzero(lesson.loss_mask & (lesson.turn_index == k))[-1]) + 1 for k in range(turns)]
+    fitting = [end for end in ends[: limits.max_turns] if end <= limits.context]
+    end = max(fitting, default=len(lesson.ids))
+    return EncodedLesson(lesson.ids[:end], lesson.loss_mask[:end], lesson.turn_index[:end])

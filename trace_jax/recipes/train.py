@@ -7,6 +7,7 @@ again.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def command(
     source: Path | None = None,
     profile: int = 0,
     track: str | None = None,
+    prepare: Callable[[Workspace], None] | None = None,
 ) -> dict[str, Any]:
     """Runs `train`, `sft` or `grpo` in a run directory.
 
@@ -41,6 +43,7 @@ def command(
         source: start a new run from the policy of this one.
         profile: training steps of each stage to trace (`recipes.profile`).
         track: where figures go beside the run directory, one of `tracking.SERVICES`.
+        prepare: called with the workspace before any work, e.g. to `share` what another run of this process holds.
 
     Returns:
         What `--json` prints: the final agent's results for `train`, else the stage's last metrics.
@@ -61,6 +64,8 @@ def command(
         run = RunDirectory.create(run_dir, config, partial(adoption.adopt, source, stage=name))
     with run, Interrupt() as interrupt:
         work = Workspace(run, Progress(), interrupt)
+        if prepare is not None:
+            prepare(work)
         work.progress.note(f"run directory: {run.path}")
         try:
             run.track(track)

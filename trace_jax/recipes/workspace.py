@@ -41,6 +41,7 @@ class Workspace:
     progress: Progress
     interrupt: Interrupt
     _environments: dict[str, Environment] = field(default_factory=dict)
+    _learners: dict[Any, Learner] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:
@@ -168,8 +169,22 @@ class Workspace:
             ConfigError: a sampler whose distribution it does not reproduce.
         """
         check_training(sampling)
-        logprobs = transformer_logprobs(nnx.graphdef(self.model), sampling.temperature)
-        return Learner(logprobs, objective, optimizer, total_steps, self.mesh, self.axes, self.frozen)
+        key = (objective, optimizer, total_steps, sampling)
+        if key not in self._learners:
+            logprobs = transformer_logprobs(nnx.graphdef(self.model), sampling.temperature)
+            self._learners[key] = Learner(
+                logprobs, objective, optimizer, total_steps, self.mesh, self.axes, self.frozen
+            )
+        return self._learners[key]
+
+    def share(self, other: Workspace) -> None:
+        """Takes the policy on the devices, the sampler and the compiled programs of another run of the same base.
+
+        Both runs must have the same `policy`, `lora`, `rollout` and `mesh` sections, and the same imported base.
+        """
+        for name in ("chat", "model", "_meshes", "base_params", "frozen", "engine"):
+            self.__dict__[name] = getattr(other, name)
+        self._learners = other._learners
 
     def store(self, stage: str) -> CheckpointStore:
         """The checkpoints of a stage."""

@@ -23,7 +23,7 @@ from trace_jax.config import ConfigError, RunConfig, SimulatorConfig
 from trace_jax.simulator.accepted import accepted_episodes, concatenate
 from trace_jax.simulator.causes import CAUSE_NAMES, NO_SIGNAL, episode_type
 from trace_jax.simulator.episode import EpisodeBatch, Verdict
-from trace_jax.simulator.stream import composition_for
+from trace_jax.simulator.stream import Composition, composition_for
 from trace_jax.simulator.vocabulary import PROFILES
 from trace_jax.warehouse import materialize
 from trace_jax.warehouse.files import disk
@@ -140,6 +140,37 @@ def load_split(
         if cached is not None:
             return cached
     episodes = EpisodeSet(*_simulated(config, name, size, on_progress), name)
+    if path is not None:
+        _save_arrays(path, episodes)
+    return episodes
+
+
+def load_composed(
+    config: SimulatorConfig,
+    seed: int,
+    stream: str,
+    composition: Composition,
+    cache_dir: Path | str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> EpisodeSet:
+    """A set of any composition, a function of the arguments; see `load_split`.
+
+    Args:
+        stream: its name; sets of different names share no episode.
+        composition: episodes by (cause, attributes of the slice).
+    Raises:
+        ConfigError: the settings accept too few episodes, or the disk is full.
+    """
+    path = None
+    if cache_dir is not None:
+        settings = dataclasses.asdict(config) | {"batch": None}
+        content = [seed, stream, sorted((*k, n) for k, n in composition.items()), settings, code_hash(), FORMAT]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        path = Path(cache_dir) / f"{stream}-{digest}.npz"
+        cached = _load_arrays(path, stream) if path.exists() else None
+        if cached is not None:
+            return cached
+    episodes = EpisodeSet(*accepted_episodes(config, seed, stream, composition, on_progress=on_progress), stream)
     if path is not None:
         _save_arrays(path, episodes)
     return episodes

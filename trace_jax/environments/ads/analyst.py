@@ -22,6 +22,7 @@ from trace_jax.simulator.vocabulary import ATTRIBUTES, DRIVER_ATTRIBUTES
 STRONG = 4
 CLEAR = 7  # beyond which nothing else needs to be looked at
 COMPANION = 3  # for a change that only has to agree with a strong one
+GO_ON = 0.75  # chance of one more call of a teacher that lacks the stop rule
 
 _ATTRIBUTE_OF = {value: a for a in DRIVER_ATTRIBUTES for value in ATTRIBUTES[a]}
 _DRIVERS = {c.name: c.drivers for c in CAUSES}
@@ -214,3 +215,26 @@ def investigate(episode: Episode, task: Task, rng: np.random.Generator, style: s
         case.ask(queries.weekly("ctr", where))
     explanation = str(rng.choice(_EXPLANATIONS[style]))
     return Transcript(case.steps, format_answer(cause, driver, evidence, explanation))
+
+
+def keep_asking(episode: Episode, found: Transcript, rng: np.random.Generator, most: int) -> Transcript:
+    """An investigation without a stop rule: after its decision it asks on at random, `GO_ON` of the time once more.
+
+    Args:
+        most: calls in all.
+    """
+    steps = list(found.steps)
+    while len(steps) < most and rng.random() < GO_ON:
+        attribute = str(rng.choice(DRIVER_ATTRIBUTES))
+        value, limit = str(rng.choice(ATTRIBUTES[attribute])), int(rng.choice([2, 3]))
+        asked = (
+            queries.overview(),
+            queries.scan(limit),
+            queries.single(limit),
+            queries.mix(),
+            queries.pairs(attribute, value, limit),
+            queries.weekly("ctr", f"{attribute} = '{value}'"),
+        )
+        code = f'sql("""{asked[rng.integers(len(asked))]}""")'
+        steps.append((code, episode.step(code).text))
+    return Transcript(steps, found.answer)

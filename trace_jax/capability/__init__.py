@@ -1,0 +1,1 @@
+"""Finding what an agent lacks and training exactly that (arXiv 2604.05336)."""

@@ -1,0 +1,157 @@
+"""`trace-jax capability train`: one adapter for each capability, by GRPO in its world on one frozen base.
+
+Every adapter is an ordinary run in `adapters/<name>`: it can be continued, evaluated, inspected and exported like any
+other. All of them train in one process, with one copy of the base on the devices and one set of compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trace_jax import config_io
+from trace_jax.config import ConfigError, RunConfig
+from trace_jax.recipes import train, worlds
+from trace_jax.recipes.contrast import write
+from trace_jax.recipes.interrupt import Interrupted
+from trace_jax.recipes.rundir import RunDirectory, stored_config
+from trace_jax.recipes.workspace import Workspace
+
+# What adapters are trained with unless the command says otherwise (arXiv 2604.05336).
+DEFAULTS = {
+    "lora.rank": "16",
+    "lora.alpha": "16",
+    "grpo.group": "16",
+    "grpo.kl_coefficient": "0",
+    "grpo.constant_groups": "resample",
+    "grpo.resample_limit": "3",
+    "grpo.hints": "0.25",
+    "grpo.optimizer.learning_rate": "1e-5",
+}
+MIX, TARGET = "mix", "target"  # one adapter for all worlds; one for the task itself
+MAY_CHANGE = ("grpo.", "lora.", "rollout.", "evaluation.", "data.train", "data.validation")
+
+
+def command(
+    run_dir: Path | None,
+    config: RunConfig,
+    overrides: Iterable[tuple[str, str]],
+    *,
+    names: Sequence[str] = (),
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Trains the adapters, or goes on with those that are not finished.
+
+    Args:
+        config: of the base's run with `overrides`, which are also given alone: what they name is not set by `DEFAULTS`.
+        names: capabilities, "mix" or "target"; empty: all accepted worlds of `worlds.json`.
+        out: directory with `worlds.json`, where `adapters/` goes; None: `capability` of the run directory.
+
+    Returns:
+        The content of `adapters.json`: of each adapter its run directory, worlds, rollouts, seconds and last reward.
+
+    Raises:
+        ConfigError: bad input. Interrupted: everything is saved.
+    """
+    base = stored_config(run_dir or Path())
+    _check(base, config)
+    with RunDirectory.open(run_dir, lock=False) as run:
+        source, out = run.path, run.path / "capability" if out is None else out.resolve()
+    planned = {n: _config(config, overrides, entries) for n, entries in _worlds(out, names).items()}
+    for c in planned.values():
+        if not c.lora.rank:
+            raise ConfigError("`lora.rank` 0 is no adapter: give a rank, or leave the field out")
+        train.check(c)
+    result: dict[str, Any] = {"base": str(source), "adapters": {}}
+    begun_with: list[Workspace] = []
+
+    def share(work: Workspace) -> None:
+        if begun_with:
+            work.share(begun_with[0])
+        else:
+            begun_with.append(work)
+
+    for number, (name, c) in enumerate(planned.items()):
+        print(f"adapter {number + 1} of {len(planned)}: {name}", flush=True)
+        path = out / "adapters" / name
+        begun = (path / "config.yaml").exists()
+        if begun and (changed := config_io.differences(stored_config(path), c)):
+            raise ConfigError(
+                f"{path} was trained with other settings (`{changed[0]}` differs): remove it, or give the old ones"
+            )
+        try:
+            train.command("grpo", path, c, resume=begun, source=None if begun else source, prepare=share)
+        except Interrupted as stop:
+            raise Interrupted(stop.status) from None  # what continues is this command
+        result["adapters"][name] = _figures(path, c)
+        write(out / "adapters.json", json.dumps(result, indent=1) + "\n")
+    print(markdown(result), end="")
+    return result
+
+
+def _check(base: RunConfig, config: RunConfig) -> None:
+    for name in config_io.differences(base, config):
+        if not name.startswith(MAY_CHANGE):
+            raise ConfigError(
+                f"`{name}` cannot change in `capability train`: adapters work on the policy and the task of the run; "
+                f"only {', '.join(n.rstrip('.') for n in MAY_CHANGE)} can"
+            )
+    if base.lora.rank:
+        raise ConfigError("the run trains an adapter itself: `trace-jax export` and `import` make a base of it")
+    if base.environment.worlds:
+        raise ConfigError("the run trains in a world itself: give one of the task")
+
+
+def _worlds(out: Path, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Entries of `environment.worlds` for each adapter."""
+    path = out / worlds.FILE
+    if not path.exists() and set(names) != {TARGET}:
+        raise ConfigError(f"{path} is missing: run `trace-jax capability worlds` first")
+    found = worlds.read(path)["worlds"] if path.exists() else {}
+    accepted = {n: (f"{n}@{w['level']:g}",) for n, w in found.items() if w["accepted"]}
+    if not accepted and set(names) != {TARGET}:
+        raise ConfigError(f"{path} has no accepted world: there is nothing to train in")
+    every = {**accepted, MIX: tuple(e for entries in accepted.values() for e in entries), TARGET: ()}
+    for name in names:
+        if name not in every:
+            mend = "its world was refused" if name in found else f"choose from {', '.join(every)}"
+            raise ConfigError(f"--capabilities {name}: {mend}")
+    return {n: every[n] for n in (names or accepted)}
+
+
+def _config(config: RunConfig, overrides: Iterable[tuple[str, str]], entries: tuple[str, ...]) -> RunConfig:
+    given = {name for name, _ in overrides}
+    defaults = {n: v for n, v in DEFAULTS.items() if n not in given}
+    if not entries:
+        defaults.pop("grpo.hints", None)  # the task itself has none
+    environment = dataclasses.replace(config.environment, worlds=entries)
+    return config_io.override(config.replace(environment=environment), list(defaults.items()))
+
+
+def _figures(path: Path, config: RunConfig) -> dict[str, Any]:
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [r for r in records if r["stage"] == "grpo"]
+    return {
+        "run_dir": str(path),
+        "worlds": list(config.environment.worlds),
+        "steps": len(steps),
+        "rollouts": int(sum(r["trajectories"] for r in steps)),
+        "seconds": steps[-1]["seconds"] - steps[0]["seconds"] if len(steps) > 1 else None,
+        "first_reward": steps[0]["reward"] if steps else None,
+        "last_reward": steps[-1]["reward"] if steps else None,
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table for people."""
+    lines = ["| adapter | worlds | steps | rollouts | reward of the first step | of the last |", "|---" * 6 + "|"]
+    for name, a in result["adapters"].items():
+        rewards = [f"{a[k]:.3f}" if a[k] is not None else "-" for k in ("first_reward", "last_reward")]
+        lines.append(
+            f"| {name} | {', '.join(a['worlds']) or 'the task'} | {a['steps']} | {a['rollouts']} | "
+            f"{' | '.join(rewards)} |"
+        )
+    return "\n".join(lines) + "\n"
