@@ -58,16 +58,17 @@ class Script:
         self.script, self.slots, self.stop_id, self.version = script, slots, stop_id, 0
         self.begun, self.started, self.released, self.ended = [], [], [], 0
         self.seeds, self.history, self.seen, self.turns, self.limits = {}, {}, {}, {}, {}
-        self.held, self.waiting = set(), set()
+        self.held, self.waiting, self.adapters = set(), set(), {}
         self.most_held = 0
 
     def begin(self, sampling, deliver):
         self.begun.append(sampling)
         self.deliver = deliver
 
-    def start(self, row, prompt, seed, limit):
+    def start(self, row, prompt, seed, limit, adapter=0):
         assert row not in self.seeds and len(self.held) < self.slots, "more rows than slots, or one of them twice"
         self.seeds[row], self.history[row], self.turns[row] = seed, np.asarray(prompt).tolist(), 0
+        self.adapters[row] = adapter
         self.held.add(row)
         self.started.append(row)
         self.most_held = max(self.most_held, len(self.held))

@@ -106,8 +106,12 @@ def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
 
 
 def _capability(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import adapters, contrast, worlds
+    from trace_jax.recipes import adapters, contrast, routing, worlds
 
+    if args.action == "route":
+        return routing.route(args.run_dir, config, split=args.split, out=args.out)
+    if args.action == "eval":
+        return routing.evaluate(args.run_dir, config, split=args.split, names=args.agents, out=args.out)
     if args.action == "train":
         return adapters.command(args.run_dir, config, args.overrides, names=args.capabilities, out=args.out)
     if args.action == "worlds":

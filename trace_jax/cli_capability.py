@@ -11,6 +11,8 @@ ACTIONS = {
     "contrast": "which capabilities failed attempts lack and passed ones do not (arXiv 2604.05336)",
     "worlds": "for each of them the difficulty at which it can be learned, at most five tries",
     "train": "one adapter for each accepted world, by GRPO on the frozen policy",
+    "route": "which adapter the policy itself chooses for each episode",
+    "eval": "base, adapters, their sum, routed adapters and routing with the answer known, on the same episodes",
 }
 _EXISTING = "directory of a run whose SFT is done"
 
@@ -23,7 +25,7 @@ def build(group: argparse.ArgumentParser) -> None:
     actions = group.add_subparsers(dest="action", metavar="ACTION", parser_class=type(group), required=True)
     for name, text in ACTIONS.items():
         p = actions.add_parser(name, help=text, description=text, parents=[shared], allow_abbrev=False)
-        {"contrast": _contrast, "worlds": _worlds, "train": _train}[name](p)
+        {"contrast": _contrast, "worlds": _worlds, "train": _train, "route": _route, "eval": _eval}[name](p)
 
 
 def _contrast(p: argparse.ArgumentParser) -> None:
@@ -59,6 +61,25 @@ def _train(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--out", type=Path, metavar="DIR", help="with worlds.json (default: capability in the run directory)"
+    )
+
+
+_ALL_SPLITS = ("train", "validation", "test")
+
+
+def _route(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--split", default="test", choices=_ALL_SPLITS, help="which episodes (default: test)")
+    p.add_argument("--out", type=Path, metavar="DIR", help="has adapters/ (default: capability in the run directory)")
+
+
+def _eval(p: argparse.ArgumentParser) -> None:
+    _route(p)
+    p.add_argument(
+        "--agents",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="some of base, sum, routed, oracle and the adapters (default: all)",
     )
 
 

@@ -24,6 +24,7 @@ def evaluate_policy(
     *,
     seed: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
+    adapters: Sequence[int] | None = None,
 ) -> list[Trajectory]:
     """`config.samples` investigations of each episode by the parameters that `generator` holds.
 
@@ -34,6 +35,7 @@ def evaluate_policy(
         seed: of the sampling keys, which depend on (seed, episode, sample) alone: two stages of a run meet the same
             luck, and an episode is answered alike whatever else is evaluated with it.
         on_progress: called with (episodes done, episodes in all).
+        adapters: which of those that `generator` holds investigates each episode, -1: none; by default the first.
 
     Returns:
         Trajectories in the order of `indices`, samples of an episode together; `records_of` turns them into records.
@@ -60,6 +62,7 @@ def evaluate_policy(
         step=0,
         sampling=Sampling.of(config),
         progress=report,
+        adapters=adapters,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.ads import analyst
 from trace_jax.environments.ads.capabilities import CAPABILITIES
 from trace_jax.environments.ads.environment import AdsEnvironment
-from trace_jax.environments.ads.worlds import Mixture, WorldEnvironment, harder, named
+from trace_jax.environments.ads.worlds import WORLDS, Mixture, WorldEnvironment, harder, named
 from trace_jax.environments.base import Environment, Episode, Task, Transcript
 from trace_jax.environments.capability import Capability
 from trace_jax.environments.search import corpus, explorer
@@ -52,6 +52,7 @@ class Domain:
         kind: how answers are measured and shown.
         lesson: what the teacher does for SFT, where it differs from the agent of its name.
         capabilities: what its agents can be found to lack; empty: nobody has named any.
+        worlds: weights of episode types in the world of each capability that has one.
     """
 
     split: Callable[[RunConfig, str, Path, Callable[..., Any] | None], Environment]
@@ -63,6 +64,7 @@ class Domain:
     kind: Kind
     lesson: Agent | None = None
     capabilities: tuple[Capability, ...] = ()
+    worlds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def teacher(self) -> str:
@@ -173,6 +175,7 @@ DOMAINS: dict[str, Domain] = {
         kind=KINDS["ads"],
         lesson=_analyst_lesson,
         capabilities=CAPABILITIES,
+        worlds={name: world.types for name, world in WORLDS.items()},
     ),
     "search": Domain(
         split=_search_split,

@@ -50,6 +50,7 @@ def collect(
     stats: CollectStats | None = None,
     progress: Callable[[int, int], None] | None = None,
     hinted: int = 0,
+    adapters: Sequence[int] | None = None,
 ) -> list[Trajectory]:
     """Samples `group` trajectories of each task.
 
@@ -68,6 +69,7 @@ def collect(
       stats: filled with figures.
       hinted: members of each group that read the task's hint (`Task.hint`). It is taken out of their trajectories,
         whose log-probabilities are withheld as NaN.
+      adapters: which of those that the generator holds samples each task, -1: none; by default the first.
       progress: called with (trajectories ended, trajectories in all) when one has ended and at least every second. What
         it raises ends the collection.
 
@@ -81,7 +83,8 @@ def collect(
     """
     start = time.perf_counter()
     stats = stats if stats is not None else CollectStats()
-    rows = planned(chat, environment, tasks, group=group, context=config.context, seed=seed, step=step, hinted=hinted)
+    options = {"context": config.context, "seed": seed, "step": step, "hinted": hinted, "adapters": adapters}
+    rows = planned(chat, environment, tasks, group=group, **options)
     sampling = sampling or Sampling.of(config)
     pool = WorkerPool({"tool": workers or config.tool_workers, "open": 1, "grade": 1})
     result = _Collection(generator, chat, environment, config, sampling, pool, stats, rows).run(progress)
@@ -175,7 +178,7 @@ class _Collection:
             row.deadline = time.monotonic() + self.config.trajectory_seconds
             self.deadlines.append(row.number)
             self._move(row, "sampling")
-            self.generator.start(row.number, row.pieces[0].ids, row.seed, self._limit(row))
+            self.generator.start(row.number, row.pieces[0].ids, row.seed, self._limit(row), row.adapter)
         self._open()
 
     def _held(self) -> int:

@@ -47,6 +47,7 @@ class Row:
       state: "unstarted" | "sampling" | "opening" (a call waits for the episode) | "tool" | "grading" | "over".
       deadline: moment of `time.monotonic` at which its time is up; set when it starts.
       plain: the prompt without the hint that was sampled with; None without one.
+      adapter: see `Generator.start`.
       status: of the trajectory, None while it goes on.
       opening: the call that opens its episode. opened: whether that has ended. episode: what it opened, as long as no
         abandoned thread holds it. call: the call of a tool or of grading that it waits for. code: of its tool call.
@@ -76,6 +77,7 @@ class Row:
     pieces: list[_Piece] = field(default_factory=list)
     experts: Int[np.ndarray, "n L e"] | None = None
     plain: Int[np.ndarray, " p"] | None = None
+    adapter: int = 0
 
     def prompt(self, ids: Int[np.ndarray, " n"]) -> None:
         """Sets the first ids."""
@@ -173,11 +175,13 @@ def planned(
     seed: int,
     step: int,
     hinted: int = 0,
+    adapters: Sequence[int] | None = None,
 ) -> list[Row]:
     """`group` rows of each task (or index of one) with their prompts, in the order of the tasks.
 
     Args:
       hinted: members of each group, the first ones, that read the task's hint, if it has one.
+      adapters: of each task.
 
     Raises:
       ConfigError: a prompt that leaves no room for a turn in `context` tokens.
@@ -198,6 +202,7 @@ def planned(
             if helped and sample < hinted:
                 row.plain = plain
             row.prompt(plain if row.plain is None else longer)
+            row.adapter = 0 if adapters is None else adapters[place]
             rows.append(row)
     return rows
 

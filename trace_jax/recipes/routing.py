@@ -1,0 +1,278 @@
+"""`trace-jax capability route | eval`: which adapter the base policy chooses for each task, and what that is worth.
+
+`eval` compares, on the same episodes and with the same luck: the base, every adapter alone, their sum, the adapters of
+all worlds (`mix`) and of the task (`target`) where they were trained, the routed adapters, and routing with the hidden
+type of each episode known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from trace_jax import config_io
+from trace_jax.capability import routing
+from trace_jax.capability.routing import BASE
+from trace_jax.config import BatchConfig, ConfigError, RunConfig
+from trace_jax.environments.base import Environment
+from trace_jax.evaluation import store
+from trace_jax.evaluation.evaluate import evaluate_policy, records_of
+from trace_jax.learner.probe import Probe, Question, transformer_scores
+from trace_jax.policy import lora
+from trace_jax.recipes import assess
+from trace_jax.recipes.adapters import MIX, TARGET
+from trace_jax.recipes.contrast import write
+from trace_jax.recipes.domain import domain_of
+from trace_jax.recipes.interrupt import Interrupt
+from trace_jax.recipes.progress import Progress
+from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.workspace import Workspace
+from trace_jax.recipes.worlds import read
+
+SYSTEM = "Choose who should work on a task."
+FILE = "routes.json"
+ROUTED, ORACLE, SUM = "routed", "oracle", "sum"
+
+
+def route(run_dir: Path | None, config: RunConfig, *, split: str, out: Path | None = None) -> dict[str, Any]:
+    """Has the base choose an adapter for every episode of a split; writes `routes.json`.
+
+    Args:
+        config: the run's.
+        out: directory with `adapters/`; None: `capability` of the run directory.
+
+    Returns:
+        The content of `routes.json`, without the episodes.
+
+    Raises:
+        ConfigError: no finished adapter, or the policy cannot read so long a question.
+    """
+    with RunDirectory.open(run_dir, lock=False) as run, Interrupt() as interrupt:
+        work = Workspace(run, Progress(), interrupt)
+        out = run.path / "capability" if out is None else out
+        result = _route(work, out, split)
+    print(markdown(result), end="")
+    return {k: v for k, v in result.items() if k != "episodes"}
+
+
+def _route(work: Workspace, out: Path, split: str) -> dict[str, Any]:
+    names = [n for n in finished(out) if n not in (MIX, TARGET)]
+    if not names:
+        raise ConfigError(f"{out / 'adapters'} has no finished adapter: run `trace-jax capability train` first")
+    domain = domain_of(work.config)
+    known = {c.name: c for c in domain.capabilities}
+    environment = work.environment(split)
+    scores = _scores(work, environment, [known[n] for n in names])
+    chosen = routing.choose(scores)
+    types = [str(environment.task(i).labels["type"]) for i in range(len(environment))]
+    best = routing.oracle(types, [domain.worlds[n] for n in names])
+    called = [*names, "base"]
+    result = {
+        "split": split,
+        "adapters": names,
+        "chosen": {n: int(c) for n, c in Counter(called[i] for i in chosen).items()},
+        "oracle": {n: int(c) for n, c in Counter(called[i] for i in best).items()},
+        "agreement": float((chosen == best).mean()),
+        # of guessing with the shares of both: what agreement would be if the choice did not depend on the episode
+        "chance": float(sum((chosen == i).mean() * (best == i).mean() for i in (BASE, *range(len(names))))),
+        "episodes": [
+            {"task": i, "chosen": called[c], "oracle": called[o], "logprobs": [round(x, 4) for x in row]}
+            for i, (c, o, row) in enumerate(zip(chosen.tolist(), best.tolist(), scores.tolist(), strict=True))
+        ],
+    }
+    write(out / FILE, json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def finished(out: Path) -> list[str]:
+    """Adapters that have made their last step, by name."""
+    found = []
+    for path in sorted((out / "adapters").glob("*/config.yaml")):
+        with RunDirectory.open(path.parent, lock=False) as run:
+            if Workspace(run, Progress(), Interrupt()).is_finished("grpo"):
+                found.append(path.parent.name)
+    return found
+
+
+def _scores(work: Workspace, environment: Environment, capabilities: Sequence[Any]) -> np.ndarray:
+    """Log-probability of every label, the base's last, after every task's question: [tasks, capabilities + 1]."""
+    count = len(capabilities) + 1
+    labels = routing.labels_for(count, lambda text: work.chat.encode_probe("", text)[1])
+    answers = [work.chat.encode_probe("", label) for label in labels]
+    questions, longest = [], 0
+    for i in range(len(environment)):
+        ids = work.chat.encode_prompt(SYSTEM, routing.question(environment.task(i).user, capabilities, labels))
+        longest = max(longest, len(ids) + len(answers[0][0]) + 1)
+        questions += [Question(np.asarray(ids, np.int32), [len(ids)], *answer) for answer in answers]
+    if longest > work.config.policy.max_length:
+        raise ConfigError(
+            f"the question to the router has {longest} tokens and the policy reads {work.config.policy.max_length} "
+            "(`policy.max_length`): route fewer adapters, or use a policy that reads more"
+        )
+    rows = max(1, work.config.grpo.microbatch.row_length * work.config.grpo.microbatch.rows // longest)
+    ways = work.mesh.shape["data"] * work.mesh.shape["fsdp"]
+    batches = BatchConfig(row_length=longest, rows=-(-rows // ways) * ways)
+    probe = Probe(
+        transformer_scores(nnx.graphdef(work.model)), work.start_params, work.mesh, work.axes, batches, work.frozen
+    )
+    found: list[float] = []
+    with work.progress.bar("route", len(environment)) as bar:
+        part = max(1, batches.rows)
+        for start in range(0, len(environment), part):
+            some = questions[start * count : (start + part) * count]
+            found += [float(values[0]) for values in probe(some)]
+            bar.update(min(start + part, len(environment)))
+            work.interrupt.check()
+    return np.array(found).reshape(len(environment), count)
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The table of `route`."""
+    names, total = [*result["adapters"], "base"], sum(result["chosen"].values())
+    lines = ["| adapter | chosen | with the type known |", "|---|---|---|"]
+    lines += [f"| {n} | {result['chosen'].get(n, 0)} | {result['oracle'].get(n, 0)} |" for n in names]
+    lines.append(
+        f"\n{total} episodes of {result['split']}: the choice is that of the oracle in {result['agreement']:.0%}, by "
+        f"chance it would be in {result['chance']:.0%}.\n"
+    )
+    return "\n".join(lines)
+
+
+def evaluate(
+    run_dir: Path | None,
+    config: RunConfig,
+    *,
+    split: str,
+    names: Sequence[str] = (),
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Evaluates base, adapters and ways of combining them on the task; writes `evaluation/` beside the adapters.
+
+    Args:
+        config: the run's with changes to evaluation or data.
+        names: which of base, routed, oracle, sum and the adapters; empty: all.
+
+    Returns:
+        The headline figures by name.
+
+    Raises:
+        ConfigError: no finished adapter, or unknown names.
+    """
+    with RunDirectory.open(run_dir, lock=False) as run, Interrupt() as interrupt:
+        work = Workspace(run, Progress(), interrupt)
+        out = run.path / "capability" if out is None else out
+        adapters = finished(out)
+        every = ["base", *adapters, SUM, ORACLE, ROUTED]
+        for name in names:
+            if name not in every:
+                meant = config_io.nearest(name, every)
+                raise ConfigError(f"--agents {name}: " + (f"did you mean {meant}?" if meant else ", ".join(every)))
+        if not adapters:
+            raise ConfigError(f"{out / 'adapters'} has no finished adapter: run `trace-jax capability train` first")
+        routes = _routes(work, out, split, adapters) if not names or set(names) & {ROUTED, ORACLE} else {}
+        held = _Adapters(work, out, adapters)
+        for name in names or every:
+            _one(work, config, out, held, name, split, routes)
+    found = store.load_summaries(out)
+    assess.show(out)
+    return {name: summary for name, summary in found.items() if name in (names or every)}
+
+
+def _routes(work: Workspace, out: Path, split: str, adapters: Sequence[str]) -> dict[str, list[str]]:
+    """Adapter names of every episode, by `routed` and `oracle`; taken from `routes.json` where it is of these."""
+    path = out / FILE
+    found = read(path) if path.exists() else {}
+    if found.get("split") != split or found.get("adapters") != [n for n in adapters if n not in (MIX, TARGET)]:
+        found = _route(work, out, split)
+    return {ROUTED: [e["chosen"] for e in found["episodes"]], ORACLE: [e["oracle"] for e in found["episodes"]]}
+
+
+class _Adapters:
+    """All adapters resident beside one base, and an engine that samples with any of them."""
+
+    def __init__(self, work: Workspace, out: Path, names: Sequence[str]):
+        self.names, trained = list(names), []
+        first: Workspace | None = None
+        self.steps = {}
+        for name in names:
+            with RunDirectory.open(out / "adapters" / name, lock=False) as run:
+                own = Workspace(run, work.progress, work.interrupt)
+                if first is None:
+                    first = own
+                    frozen = own.frozen
+                    scale = jnp.repeat(frozen.scale, len(self.names))
+                    own.__dict__["frozen"] = lora.Frozen(frozen.base, scale)
+                elif own.config.lora != first.config.lora:
+                    raise ConfigError(
+                        f"adapters {first.run.path.name} and {name} differ in `lora` and cannot be resident together: "
+                        "train them with one"
+                    )
+                trained.append(own.trained_params("grpo"))
+                self.steps[name] = own.store("grpo").latest()
+        self.all, self.engine, self.chat = lora.stacked(trained), first.engine, first.chat
+        chosen = [p for p, name in zip(trained, self.names, strict=True) if name not in (MIX, TARGET)]
+        self.sum = _summed(chosen or trained)
+
+
+def _summed(adapters: Sequence[lora.Pairs]) -> lora.Pairs:
+    """One adapter whose product is the sum of theirs: side by side in the rank, which is wider for it."""
+    return jax.tree.map(
+        lambda *pairs: lora.Pair(
+            jnp.concatenate([p.a for p in pairs], axis=-1), jnp.concatenate([p.b for p in pairs], axis=-2)
+        ),
+        *adapters,
+        is_leaf=lambda x: isinstance(x, lora.Pair),
+    )
+
+
+def _one(
+    work: Workspace,
+    config: RunConfig,
+    out: Path,
+    held: _Adapters,
+    name: str,
+    split: str,
+    routes: Mapping[str, Sequence[str]],
+) -> None:
+    """One row of the comparison, unless it is there."""
+    environment, domain = work.environment(split), domain_of(config)
+    count = len(environment)
+    index = {n: i for i, n in enumerate(held.names)} | {"base": BASE}
+    everywhere = 0 if name == SUM else index.get(name)
+    adapters = [index[n] for n in routes[name]] if name in routes else [everywhere] * count
+    settings = {"split": split, "adapters": held.steps, "episodes": count, "seed": config.seed}
+    settings |= {k: v for k, v in config_io.flatten(config) if k.startswith(("evaluation.", "data."))}
+    settings = json.loads(json.dumps(settings, default=list))
+    known = store.load_summaries(out).get(name)
+    if known is not None and known.get("settings") == settings:
+        return
+    held.engine.set_params(held.sum if name == SUM else held.all, 0)
+    with work.progress.bar(f"evaluate {name}", count) as bar:
+
+        def report(done: int, _: int) -> None:
+            bar.update(done)
+            work.interrupt.check()
+
+        trajectories = evaluate_policy(
+            held.engine,
+            held.chat,
+            environment,
+            range(count),
+            config.evaluation,
+            config.rollout,
+            seed=config.seed,
+            on_progress=report,
+            adapters=adapters,
+        )
+        work.interrupt.check()
+    records = records_of(trajectories, domain.kind.record_of)
+    result = domain.kind.summarise(records, config.evaluation, seed=config.seed)
+    store.save(out, name, result | {"settings": settings}, records)
