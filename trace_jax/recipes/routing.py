@@ -219,7 +219,9 @@ class _Adapters:
                 self.steps[name] = own.store("grpo").latest()
         self.all, self.engine, self.chat = lora.stacked(trained), first.engine, first.chat
         chosen = [p for p, name in zip(trained, self.names, strict=True) if name not in (MIX, TARGET)]
-        self.sum = _summed(chosen or trained)
+        total = _summed(chosen or trained)
+        # as many as there are scales; only the first is used
+        self.sum = lora.stacked([total, *[jax.tree.map(jnp.zeros_like, total)] * (len(trained) - 1)])
 
 
 def _summed(adapters: Sequence[lora.Pairs]) -> lora.Pairs:
