@@ -106,7 +106,10 @@ def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
 
 
 def _capability(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import adapters, contrast, routing, worlds
+    from trace_jax.recipes import adapters, capability_run, contrast, routing, worlds
+
+    if args.action == "run":
+        return capability_run.command(args.run_dir, args.overrides, seeds=args.seeds, rollouts=args.rollouts)
 
     if args.action == "route":
         return routing.route(args.run_dir, config, split=args.split, out=args.out)

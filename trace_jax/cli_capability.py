@@ -13,19 +13,21 @@ ACTIONS = {
     "train": "one adapter for each accepted world, by GRPO on the frozen policy",
     "route": "which adapter the policy itself chooses for each episode",
     "eval": "base, adapters, their sum, routed adapters and routing with the answer known, on the same episodes",
+    "run": "all of these, one after another; what is done is not repeated",
 }
 _EXISTING = "directory of a run whose SFT is done"
 
 
 def build(group: argparse.ArgumentParser) -> None:
-    """Adds the actions to the parser of `capability`. All of them work on a run and print one JSON object on demand."""
+    """Adds the actions to the parser of `capability`. All work on a run and print one JSON object on demand."""
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help=_EXISTING)
     shared.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     actions = group.add_subparsers(dest="action", metavar="ACTION", parser_class=type(group), required=True)
+    own = {"contrast": _contrast, "worlds": _worlds, "train": _train, "route": _route, "eval": _eval, "run": _tries}
     for name, text in ACTIONS.items():
         p = actions.add_parser(name, help=text, description=text, parents=[shared], allow_abbrev=False)
-        {"contrast": _contrast, "worlds": _worlds, "train": _train, "route": _route, "eval": _eval}[name](p)
+        own[name](p)
 
 
 def _contrast(p: argparse.ArgumentParser) -> None:
@@ -44,9 +46,13 @@ def _contrast(p: argparse.ArgumentParser) -> None:
 
 def _worlds(p: argparse.ArgumentParser) -> None:
     _names(p)
+    _tries(p)
+    p.add_argument("--out", type=Path, metavar="DIR", help="default: capability in the run directory")
+
+
+def _tries(p: argparse.ArgumentParser) -> None:
     p.add_argument("--seeds", type=_count, metavar="N", help="episodes of each try (default: 100)")
     p.add_argument("--rollouts", type=_count, metavar="K", help="attempts at each (default: 16)")
-    p.add_argument("--out", type=Path, metavar="DIR", help="default: capability in the run directory")
 
 
 def _train(p: argparse.ArgumentParser) -> None:
