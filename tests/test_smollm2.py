@@ -38,21 +38,18 @@ pytestmark = [pytest.mark.smollm2, pytest.mark.slow, pytest.mark.skipif(PACKAGE 
 GOLDEN = json.loads((FOLDER / "smollm2.json").read_text())
 CASES, NEW = GOLDEN["cases"], 40
 CONFIG = Path(__file__).parents[1] / "configs" / "smollm2_135m.yaml"
-LESSONS, STEPS, BATCH = 8, 6, 4
+LESSONS, STEPS, BATCH = 8, 8, 4
 FIELDS = {
-    "policy.dtype": "float32", "rollout.cache_dtype": "float32", "rollout.context": 1024,
-    "rollout.max_turn_tokens": 160, "rollout.max_turns": 4, "rollout.slots": 8,
+    "policy.dtype": "float32", "rollout.cache_dtype": "float32", "rollout.context": 640,
+    "rollout.max_turn_tokens": 96, "rollout.max_turns": 4, "rollout.slots": 8, "rollout.trajectory_seconds": 3600,
     "data.train": LESSONS, "data.validation": 2, "data.test": 2,
     "sft.trajectories": LESSONS, "sft.batch": BATCH, "sft.epochs": STEPS * BATCH // LESSONS,
     "sft.optimizer.learning_rate": 3e-4, "sft.optimizer.schedule": "constant", "sft.optimizer.warmup_steps": 1,
-    "sft.microbatch.row_length": 1024, "sft.microbatch.rows": 1,
+    "sft.microbatch.row_length": 640, "sft.microbatch.rows": 1,
     "grpo.steps": 1, "grpo.prompts": 2, "grpo.group": 4, "grpo.validation_episodes": 0,
-    "grpo.constant_groups": "resample", "grpo.microbatch.row_length": 1024, "grpo.microbatch.rows": 1,
+    "grpo.constant_groups": "resample", "grpo.microbatch.row_length": 640, "grpo.microbatch.rows": 1,
 }  # fmt: skip
-CODE = (
-    'sql("select ds > (select median(ds) from segment_daily) late, sum(impressions) i, sum(clicks) c, sum(orders) o, '
-    'round(sum(spend)) s from segment_daily group by 1 order by 1")'
-)
+CODE = 'sql("select sum(clicks), sum(orders) from segment_daily")'  # short: a longer one takes it more steps
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +135,7 @@ def test_it_learns_to_call_the_tool_and_a_grpo_step_moves_it(taught, capsys):
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["grad_norm"] > 0 and np.isfinite(figures["loss"]) and figures["reward_std"] > 0
     # The learner gives whole rows the log-probabilities that the engine drew with: it saw what was sampled.
-    assert figures["mismatch_max"] < 5e-3
+    assert figures["mismatch_max"] < 1e-3
 
     with opened(taught) as work:
         environment, chat = work.environment("train"), work.chat
