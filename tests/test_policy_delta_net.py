@@ -105,6 +105,7 @@ def test_layer_equals_transformers():
     assert_equals_transformers(GOLDEN, CFG)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("sizes", [{}, {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2}])
 def test_layer_equals_transformers_live(sizes):
     pytest.importorskip("torch")
