@@ -213,7 +213,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"pip install trace-jax\[hf\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'trace-jax\[hf\]'"):
         FastTokenizer(files)
 
 
