@@ -36,9 +36,10 @@ def test_the_choice_is_the_largest_and_the_last_is_the_base():
     assert routing.choose(scores).tolist() == [0, 1, routing.BASE, 0]
 
 
-def test_the_oracle_takes_the_world_with_the_largest_share_of_the_type():
-    worlds = [{"a": 1.0}, {"a": 30.0, "b": 30.0}, {"b": 2.0}]
-    assert routing.oracle(["a", "b", "c"], worlds).tolist() == [0, 2, routing.BASE]
+def test_the_oracle_takes_the_world_that_has_most_more_of_the_type_than_the_tasks():
+    worlds = [{"a": 1.0}, {"a": 30.0, "b": 30.0}, {"b": 2.0}, {"a": 1.0, "b": 1.0, "c": 1.0}]
+    assert routing.oracle(["a", "b", "c"], worlds).tolist() == [0, 2, routing.BASE]  # the last is as the tasks are
+    assert routing.oracle(["a", "b", "b", "b"], [worlds[1]]).tolist() == [0, *[routing.BASE] * 3]
     assert routing.oracle([], worlds).tolist() == []
 
 

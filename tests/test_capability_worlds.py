@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trace_jax.capability.worlds import FARTHEST, TRIES, Statistics, Try, Window, next_level
+from trace_jax.capability.worlds import TRIES, Statistics, Try, Window, next_level
+from trace_jax.config_rules import LEVELS
 
 WINDOW = Window()
 
@@ -48,7 +49,7 @@ def test_the_search_finds_a_level_of_a_policy_whose_success_falls_with_it(middle
     while (level := next_level(tried, WINDOW)) is not None:
         success = 1 / (1 + np.exp((level - middle) / width))
         tried.append(Try(level, statistics(reward=success, success=success)))
-        assert abs(level) <= FARTHEST and len(tried) <= TRIES
+        assert abs(level) <= LEVELS and len(tried) <= TRIES
     levels = [t.level for t in tried]
     assert len(set(levels)) == len(levels)
     # success is within the window on a stretch of levels at least this wide: halving finds one of some size

@@ -9,7 +9,7 @@ from recipes_helpers import compile_cache, finished_smoke, records, smoke
 from trace_jax import cli
 from trace_jax.capability.worlds import Window
 from trace_jax.policy import lora
-from trace_jax.recipes import adapters, worlds
+from trace_jax.recipes import adapters, contrast, routing, worlds
 from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.trajectory import read_parquet
@@ -103,6 +103,43 @@ def test_adapters_of_two_worlds_on_one_base(smoke, capsys):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
+def test_all_stages_and_rows_of_a_mixture_go_as_they_do_alone(smoke, capsys, monkeypatch):
+    """`run` leaves what every stage leaves, and a second one samples and trains nothing."""
+    path, _ = smoke
+    monkeypatch.setattr(worlds, "WINDOW", Window(0.0, 1.0, 0.0, 1.0, 1.0))
+    monkeypatch.setattr(worlds, "chosen", lambda *_: ["abstaining", "drill_down"])
+    monkeypatch.setattr(contrast, "EPISODES", 4)
+    words = ["run", "--run-dir", path, "--seeds", 2, "--rollouts", 2, "--json", "--evaluation.samples", 1]
+    words += ["--grpo.steps", 1, "--grpo.prompts", 2, "--grpo.group", 4, "--grpo.validation_episodes", 0]
+    words += ["--lora.rank", 2, "--grpo.optimizer.learning_rate", 1.0, "--grpo.constant_groups", "count"]
+    status, out, err = run(capsys, *words)
+    assert status == 0, err
+    told = json.loads(out.splitlines()[-1])
+    assert set(told) == {"seconds", "contrast", "worlds", "train", "eval"}
+    names = ["abstaining", "drill_down", "mix", "target"]
+    assert sorted(told["train"]["adapters"]) == names
+    assert sorted(told["eval"]) == sorted(["base", "oracle", "routed", "sum", *names])
+
+    folder = path / "capability"
+    episodes = json.loads((folder / "routes.json").read_text())["episodes"]
+    answers = {n: (folder / "evaluation" / f"{n}.jsonl").read_text().splitlines() for n in told["eval"]}
+    assert len(episodes) == len(answers["base"]) > 0
+    for way, key in (("oracle", "oracle"), ("routed", "chosen")):
+        for i, entry in enumerate(episodes):
+            assert answers[way][i] == answers[entry[key]][i]
+    assert {e["oracle"] for e in episodes} == {"abstaining", "drill_down", "base"}
+    assert answers["abstaining"] != answers["base"] or answers["drill_down"] != answers["base"]  # they do something
+
+    for module, name in ((routing, "evaluate_policy"), (routing, "_scores"), (worlds, "collect")):
+        monkeypatch.setattr(module, name, None)
+    status, out, err = run(capsys, *words)
+    assert status == 0, err
+    assert {k: v for k, v in json.loads(out.splitlines()[-1]).items() if k != "seconds"} == {
+        k: v for k, v in told.items() if k != "seconds"
+    }
+
+
 def leaves(tree):
     import jax
 
@@ -128,6 +165,12 @@ def records_of(path, name):
         (["train"], "worlds.json is missing: run `trace-jax capability worlds` first"),
         (["train", "--sft.epochs", "3"], "`sft.epochs` cannot change in `capability train`"),
         (["train", "--capabilities", "target", "--lora.rank", "0"], "lora.rank"),
+        (["worlds", "--rollout.slots", "8"], "`rollout.slots` cannot change in `capability worlds`: it uses the"),
+        (["route", "--grpo.steps", "8"], "`grpo.steps` cannot change in `capability route`: it uses the"),
+        (["route"], "has no finished adapter: run `trace-jax capability train` first"),
+        (["eval", "--data.train", "80"], "`data.train` cannot change in `capability eval`: only evaluation.*"),
+        (["eval", "--agents", "bse"], "did you mean base?"),
+        (["run", "--sft.epochs", "3"], "`sft.epochs` cannot change in `capability run`: only capability.*"),
     ],
 )
 def test_refused(smoke, capsys, words, says):

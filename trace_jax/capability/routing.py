@@ -5,6 +5,7 @@ label of a single token (arXiv 2604.05336). Nothing is trained for it.
 from __future__ import annotations
 
 import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -59,14 +60,16 @@ def choose(scores: Float[np.ndarray, "T n+1"]) -> Int[np.ndarray, " T"]:
 
 
 def oracle(types: Sequence[str], worlds: Sequence[Mapping[str, float]]) -> Int[np.ndarray, " T"]:
-    """What routing would be with the hidden type of each task known: the adapter whose world has the largest share of
-    that type; the base where no world has any.
+    """What routing would be with the hidden type of each task known: the adapter in whose world that type is the most
+    frequent, compared with how frequent it is among these tasks; the base where no world has more of it.
 
     Args:
+        types: of each task.
         worlds: weights of types in the world of each adapter.
     """
-    shares = np.array([[w.get(t, 0.0) / sum(w.values()) for w in worlds] for t in types]).reshape(
-        len(types), len(worlds)
-    )
-    best = shares.argmax(1)
-    return np.where(shares.max(1) > 0, best, BASE)
+    choice = {}
+    for name, count in Counter(types).items():
+        lifts = [w.get(name, 0.0) / sum(w.values()) * len(types) / count for w in worlds]
+        best = int(np.argmax(lifts))
+        choice[name] = best if lifts[best] > 1 + 1e-9 else BASE
+    return np.array([choice[t] for t in types], int)

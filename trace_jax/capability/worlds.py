@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from trace_jax.config_rules import LEVELS
+
 SEEDS, ROLLOUTS, TRIES = 100, 16, 5
 STEP = 2.0  # levels to the first neighbour that is tried
-FARTHEST = 6.0  # levels either way: an eighth of the effects, or eight times
 
 
 @dataclass(frozen=True)
@@ -120,4 +121,4 @@ def next_level(tried: Sequence[Try], window: Window, tries: int = TRIES) -> floa
         # attempts are noisy: levels may come out in the wrong order
         return None if below >= above else (below + above) / 2
     found = tried[-1].level + last * STEP
-    return found if abs(found) <= FARTHEST else None
+    return found if abs(found) <= LEVELS else None

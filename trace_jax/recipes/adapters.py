@@ -15,9 +15,8 @@ from typing import Any
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.recipes import train, worlds
-from trace_jax.recipes.contrast import write
 from trace_jax.recipes.interrupt import Interrupted
-from trace_jax.recipes.rundir import RunDirectory, stored_config
+from trace_jax.recipes.rundir import RunDirectory, refuse_changes, stored_config, write_text
 from trace_jax.recipes.workspace import Workspace
 
 # What adapters are trained with unless the command says otherwise (arXiv 2604.05336).
@@ -87,18 +86,13 @@ def command(
         except Interrupted as stop:
             raise Interrupted(stop.status) from None  # what continues is this command
         result["adapters"][name] = _figures(path, c)
-        write(out / "adapters.json", json.dumps(result, indent=1) + "\n")
+        write_text(out / "adapters.json", json.dumps(result, indent=1) + "\n")
     print(markdown(result), end="")
     return result
 
 
 def _check(base: RunConfig, config: RunConfig) -> None:
-    for name in config_io.differences(base, config):
-        if not name.startswith(MAY_CHANGE):
-            raise ConfigError(
-                f"`{name}` cannot change in `capability train`: adapters work on the policy and the task of the run; "
-                f"only {', '.join(n.rstrip('.') for n in MAY_CHANGE)} can"
-            )
+    refuse_changes(base, config, MAY_CHANGE, "capability train")
     if base.lora.rank:
         raise ConfigError("the run trains an adapter itself: `trace-jax export` and `import` make a base of it")
     if base.environment.worlds:

@@ -1,4 +1,4 @@
-"""`trace-jax capability run`: contrast, worlds, adapters, routing and the comparison, one after another.
+"""`trace-jax capability run`: contrast, worlds, adapters, and the comparison with its routing, one after another.
 
 Each stage leaves its results in `capability/` of the run and does nothing where they are there, so an interrupted run
 goes on with the same command.
@@ -13,23 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax import config_io
-from trace_jax.config import ConfigError
 from trace_jax.recipes import adapters, contrast, routing, worlds
-from trace_jax.recipes.contrast import write
-from trace_jax.recipes.rundir import stored_config
+from trace_jax.recipes.rundir import refuse_changes, stored_config, write_text
 
-CONTRASTED = ("capability.", "evaluation.", "data.")
-COMPARED = ("evaluation.", "data.")
+CONTRASTED = ("capability.", "evaluation.", "data.validation")
+COMPARED = ("evaluation.", "data.test")
 
 
 def command(
-    run_dir: Path | None,
+    run_dir: Path,
     overrides: Iterable[tuple[str, str]],
     *,
     seeds: int | None = None,
     rollouts: int | None = None,
 ) -> dict[str, Any]:
-    """Runs all stages on a run's SFT policy, or the imported one.
+    """Runs all stages on a run's SFT policy.
 
     Args:
         overrides: fields of capability and evaluation for the contrast and the comparison, of grpo, lora, rollout and
@@ -43,26 +41,20 @@ def command(
         ConfigError: a stage refuses, or nothing is left to do: no capability was kept, no world accepted.
     """
     overrides = list(overrides)
-    for name, _ in overrides:
-        if not name.startswith((*CONTRASTED, *adapters.MAY_CHANGE)):
-            raise ConfigError(
-                f"`{name}` cannot change in `capability run`: only capability.*, evaluation.*, data.*, grpo.*, lora.* "
-                "and rollout.* can"
-            )
-    stored = stored_config(run_dir or Path())
+    stored = stored_config(run_dir)
+    may = tuple(dict.fromkeys((*CONTRASTED, *adapters.MAY_CHANGE, *COMPARED)))
+    refuse_changes(stored, config_io.override(stored, overrides), may, "capability run")
 
     def with_(prefixes: tuple[str, ...]):
         return config_io.override(stored, [(n, v) for n, v in overrides if n.startswith(prefixes)])
 
-    has_sft = any((Path(run_dir) / "checkpoints" / "sft").glob("[0-9]*")) if run_dir else False
     trained = [(n, v) for n, v in overrides if n.startswith(adapters.MAY_CHANGE)]
     stages = {
-        "contrast": lambda: contrast.command(run_dir, with_(CONTRASTED), stage="sft" if has_sft else None),
+        "contrast": lambda: contrast.command(run_dir, with_(CONTRASTED), stage="sft"),
         "worlds": lambda: worlds.command(run_dir, stored, seeds=seeds, rollouts=rollouts),
         "train": lambda: adapters.command(
-            run_dir, with_(adapters.MAY_CHANGE), trained, names=_all(Path(run_dir) / "capability")
+            run_dir, with_(adapters.MAY_CHANGE), trained, names=_all(run_dir / "capability")
         ),
-        "route": lambda: routing.route(run_dir, stored, split="test"),
         "eval": lambda: routing.evaluate(run_dir, with_(COMPARED), split="test"),
     }
     result: dict[str, Any] = {"seconds": {}}
@@ -71,7 +63,7 @@ def command(
         begun = time.monotonic()
         result[name] = stage()
         result["seconds"][name] = time.monotonic() - begun
-    write(Path(run_dir) / "capability" / "run.json", json.dumps(result, indent=1) + "\n")
+    write_text(run_dir / "capability" / "run.json", json.dumps(result, indent=1) + "\n")
     return result
 
 

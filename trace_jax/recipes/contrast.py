@@ -24,7 +24,7 @@ from trace_jax.evaluation.evaluate import evaluate_policy
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory, stored_config, writing
+from trace_jax.recipes.rundir import RunDirectory, refuse_changes, stored_config, write_text, writing
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.trajectory import Trajectory, read_parquet, write_parquet
 
@@ -68,7 +68,8 @@ def command(
     given = {"stage": stage, "split": split, "episodes": episodes, "samples": samples}
     if trajectories is not None and (clash := [name for name, value in given.items() if value is not None]):
         raise ConfigError(f"--{clash[0]} is about sampling and --trajectories needs none: leave one of them out")
-    _check_changes(stored_config(run_dir or Path()), config, split or "validation")
+    may = ("capability.", "evaluation.", "data.seed", f"data.{split or 'validation'}")
+    refuse_changes(stored_config(run_dir or Path()), config, may, "capability contrast")
     with RunDirectory.open(run_dir) as run, Interrupt() as interrupt:
         run.config = config
         work = Workspace(run, Progress(), interrupt)
@@ -84,15 +85,6 @@ def command(
         if not found:
             raise ConfigError(f"{trajectories} holds no trajectory: name another file")
         return _contrast(work, found, capabilities, settings, out)
-
-
-def _check_changes(stored: RunConfig, config: RunConfig, split: str) -> None:
-    for name in config_io.differences(stored, config):
-        if not name.startswith(("capability.", "evaluation.")) and name not in ("data.seed", f"data.{split}"):
-            raise ConfigError(
-                f"`{name}` cannot change in `capability contrast`: only capability.*, evaluation.*, data.seed and "
-                f"data.{split} can"
-            )
 
 
 def _sampled(
@@ -152,7 +144,7 @@ def _same(out: Path, settings: Mapping[str, Any]) -> None:
     except (OSError, ValueError):
         raise ConfigError(f"{path} is damaged: remove {out}, or choose another --out") from None
     if before is None:
-        write(path, json.dumps(wanted, indent=1) + "\n")
+        write_text(path, json.dumps(wanted, indent=1) + "\n")
     elif before != wanted:
         name = next(k for k in {**before, **wanted} if before.get(k) != wanted.get(k))
         raise ConfigError(
@@ -169,6 +161,8 @@ def _contrast(
     out: Path,
 ) -> dict[str, Any]:
     config = work.config
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
     read = [attempts.of_trajectory(t, work.chat, config.rollout) for t in trajectories]
     labels, unread = _labels(work, read, capabilities, out)
     passed = np.array([a.passed for a in read])
@@ -199,9 +193,9 @@ def _contrast(
         "out": str(out),
     }
     _write_labels(out / "labels.parquet", trajectories, read, labels, capabilities)
-    write(out / "contrast.json", json.dumps(result, indent=1, default=list, allow_nan=False) + "\n")
-    write(out / "contrast.md", text := table.markdown(result))
-    write(out / "contrast.svg", table.chart(result))
+    write_text(out / "contrast.json", json.dumps(result, indent=1, default=list, allow_nan=False) + "\n")
+    write_text(out / "contrast.md", text := table.markdown(result))
+    write_text(out / "contrast.svg", table.chart(result))
     print(text, end="")
     return json.loads(json.dumps(result, default=list))
 
@@ -219,7 +213,6 @@ def _labels(
                 bar.update(done)
                 work.interrupt.check()
 
-            out.mkdir(parents=True, exist_ok=True)
             return endpoint.label(read, capabilities, config, out / "replies.jsonl", on_progress=report)
         labels = np.zeros((1, len(read), len(capabilities)), np.int8)
         for i, attempt in enumerate(read):
@@ -245,13 +238,4 @@ def _write_labels(
     partial = path.with_name(path.name + ".partial")
     with writing(path):
         pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")
-        partial.replace(path)
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a text file; it appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
         partial.replace(path)

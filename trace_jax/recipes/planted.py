@@ -21,7 +21,7 @@ from trace_jax.config_rules import require_environment
 from trace_jax.policy.chat_files import tokenizer_files
 from trace_jax.recipes import contrast, reproduce, train
 from trace_jax.recipes.interrupt import Interrupted
-from trace_jax.recipes.rundir import stored_config
+from trace_jax.recipes.rundir import stored_config, write_text
 from trace_jax.recipes.studies import PLANTED as NAME
 from trace_jax.recipes.studies import PLANTED_CONTROL as CONTROL
 from trace_jax.recipes.studies import PLANTED_SEEDS as SEEDS
@@ -64,8 +64,8 @@ def command(
         found[variant][seed] = _run(out, variant, seed, planned[variant].replace(seed=seed))
         # after every run: the table can be read before it is whole
         result = {"study": NAME, "runs": {v: r for v, r in found.items() if r}, "summary": summary(found)}
-        reproduce.write(out / "table.json", json.dumps(result, indent=1) + "\n")
-        reproduce.write(out / "table.md", markdown(result))
+        write_text(out / "table.json", json.dumps(result, indent=1) + "\n")
+        write_text(out / "table.md", markdown(result))
     print(markdown(result), end="")
     return result
 

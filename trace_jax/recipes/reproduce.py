@@ -8,7 +8,6 @@ interrupted study goes on with the same command.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from trace_jax.config import ConfigError, RunConfig
 from trace_jax.recipes import grpo, reproduce_table, train
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory, stored_config
+from trace_jax.recipes.rundir import RunDirectory, stored_config, write_text
 from trace_jax.recipes.studies import STUDIES, Study
 from trace_jax.recipes.workspace import Workspace
 
@@ -89,9 +88,9 @@ def command(
         first = next(iter(shown))
         result = {"study": name, "baseline": first, "steps": every[first].grpo.steps, "runs": shown}
         result |= {"summary": reproduce_table.summary(shown, first)}
-        write(out / "table.json", json.dumps(result, indent=1))
-        write(out / "table.md", reproduce_table.markdown(result))
-        write(out / "curves.svg", reproduce_table.curves(shown))
+        write_text(out / "table.json", json.dumps(result, indent=1))
+        write_text(out / "table.md", reproduce_table.markdown(result))
+        write_text(out / "curves.svg", reproduce_table.curves(shown))
     print(reproduce_table.markdown(result), end="")
     return result
 
@@ -159,7 +158,7 @@ def _same_source(out: Path, source: Path | None) -> None:
     """Keeps which SFT policy a study began with: runs from another one do not belong into its table."""
     file, mine = out / "source.txt", "sft" if source is None else str(source.resolve())
     if not file.exists():
-        write(file, mine + "\n")
+        write_text(file, mine + "\n")
     elif (before := file.read_text(encoding="utf-8").strip()) != mine:
         raise ConfigError(
             f"{out} is a study from the policy of {before}, not of {mine}: give another --out, or its --init"
@@ -247,10 +246,3 @@ def file_name(variant: str, seed: int) -> str:
     """Directory of a run in its study's."""
     words = "".join(c if c.isalnum() else " " for c in variant.lower()).split()
     return "-".join([*words, str(seed)])
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file so that it is either the old or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

@@ -29,11 +29,10 @@ from trace_jax.learner.probe import Probe, Question, transformer_scores
 from trace_jax.policy import lora
 from trace_jax.recipes import assess
 from trace_jax.recipes.adapters import MIX, TARGET
-from trace_jax.recipes.contrast import write
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import RunDirectory, refuse_changes, write_text
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.recipes.worlds import read
 
@@ -56,6 +55,7 @@ def route(run_dir: Path | None, config: RunConfig, *, split: str, out: Path | No
         ConfigError: no finished adapter, or the policy cannot read so long a question.
     """
     with RunDirectory.open(run_dir, lock=False) as run, Interrupt() as interrupt:
+        refuse_changes(run.config, config, (), "capability route")
         work = Workspace(run, Progress(), interrupt)
         out = run.path / "capability" if out is None else out
         result = _route(work, out, split)
@@ -75,9 +75,7 @@ def _route(work: Workspace, out: Path, split: str) -> dict[str, Any]:
     types = [str(environment.task(i).labels["type"]) for i in range(len(environment))]
     best = routing.oracle(types, [domain.worlds[n] for n in names])
     called = [*names, "base"]
-    result = {
-        "split": split,
-        "adapters": names,
+    result = _about(work, split, names) | {
         "chosen": {n: int(c) for n, c in Counter(called[i] for i in chosen).items()},
         "oracle": {n: int(c) for n, c in Counter(called[i] for i in best).items()},
         "agreement": float((chosen == best).mean()),
@@ -88,8 +86,18 @@ def _route(work: Workspace, out: Path, split: str) -> dict[str, Any]:
             for i, (c, o, row) in enumerate(zip(chosen.tolist(), best.tolist(), scores.tolist(), strict=True))
         ],
     }
-    write(out / FILE, json.dumps(result, indent=1) + "\n")
+    write_text(out / FILE, json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _about(work: Workspace, split: str, names: list[str]) -> dict[str, Any]:
+    """What routes are of."""
+    return {
+        "split": split,
+        "data_seed": work.config.data.seed,
+        "tasks": len(work.environment(split)),
+        "adapters": names,
+    }
 
 
 def finished(out: Path) -> list[str]:
@@ -167,6 +175,8 @@ def evaluate(
         ConfigError: no finished adapter, or unknown names.
     """
     with RunDirectory.open(run_dir, lock=False) as run, Interrupt() as interrupt:
+        refuse_changes(run.config, config, ("evaluation.", "data.seed", f"data.{split}"), "capability eval")
+        run.config = config
         work = Workspace(run, Progress(), interrupt)
         out = run.path / "capability" if out is None else out
         adapters = finished(out)
@@ -190,8 +200,10 @@ def _routes(work: Workspace, out: Path, split: str, adapters: Sequence[str]) -> 
     """Adapter names of every episode, by `routed` and `oracle`; taken from `routes.json` where it is of these."""
     path = out / FILE
     found = read(path) if path.exists() else {}
-    if found.get("split") != split or found.get("adapters") != [n for n in adapters if n not in (MIX, TARGET)]:
+    about = _about(work, split, [n for n in adapters if n not in (MIX, TARGET)])
+    if any(found.get(k) != v for k, v in about.items()):
         found = _route(work, out, split)
+        print(markdown(found), end="")
     return {ROUTED: [e["chosen"] for e in found["episodes"]], ORACLE: [e["oracle"] for e in found["episodes"]]}
 
 

@@ -53,6 +53,20 @@ def writing(path: Path) -> Iterator[None]:
         raise OSError(error.errno, os.strerror(error.errno or errno.EIO), str(path)) from error
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a file so that it is either the old or the new one, never half of it; makes its directory."""
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+
+
 def stored_config(path: Path, flag: str = "--run-dir") -> RunConfig:
     """The configuration that a run directory holds.
 
@@ -78,6 +92,22 @@ def stored_config(path: Path, flag: str = "--run-dir") -> RunConfig:
         if node is None and not name.startswith(ADDED):
             raise ConfigError(f"{file} is damaged (`{name}` is missing): {mend}")
     return config
+
+
+def refuse_changes(stored: RunConfig, config: RunConfig, may: tuple[str, ...], command: str) -> None:
+    """Refuses fields that a command on a run would not use.
+
+    Args:
+        may: beginnings of the names of those that it does.
+
+    Raises:
+        ConfigError: the first other one that differs.
+    """
+    for name in config_io.differences(stored, config):
+        if not name.startswith(may):
+            shown = ", ".join(f"{n}*" if n.endswith(".") else n for n in may)
+            mend = f"only {shown} can" if may else "it uses the configuration of the run, leave it out"
+            raise ConfigError(f"`{name}` cannot change in `{command}`: {mend}")
 
 
 # Fields that runs of earlier versions lack; they did what the defaults say.
@@ -297,17 +327,8 @@ class RunDirectory:
 
     def write_text(self, name: str, text: str) -> Path:
         """Writes a file so that it is either the old or the new one, never half of it."""
-        target = self.path / name
-        partial = target.with_name(f".{target.name}.partial")
-        with writing(target):
-            try:
-                partial.write_text(text, encoding="utf-8")
-                os.replace(partial, target)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    partial.unlink()
-                raise
-        return target
+        write_text(self.path / name, text)
+        return self.path / name
 
     # Metrics
 

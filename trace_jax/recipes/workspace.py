@@ -41,7 +41,7 @@ class Workspace:
     progress: Progress
     interrupt: Interrupt
     _environments: dict[str, Environment] = field(default_factory=dict)
-    _learners: dict[Any, Learner] = field(default_factory=dict)
+    _learners: dict[Any, Learner] = field(default_factory=dict)  # the last one, for runs that `share` its programs
 
     @property
     def config(self) -> RunConfig:
@@ -172,6 +172,7 @@ class Workspace:
         key = (objective, optimizer, total_steps, sampling)
         if key not in self._learners:
             logprobs = transformer_logprobs(nnx.graphdef(self.model), sampling.temperature)
+            self._learners.clear()
             self._learners[key] = Learner(
                 logprobs, objective, optimizer, total_steps, self.mesh, self.axes, self.frozen
             )

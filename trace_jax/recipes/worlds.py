@@ -18,11 +18,10 @@ from trace_jax import config_io
 from trace_jax.capability import worlds
 from trace_jax.capability.worlds import Statistics, Try, Window
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.recipes.contrast import write
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import RunDirectory, refuse_changes, write_text
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.collect import collect
 from trace_jax.rollout.sampling import Sampling
@@ -57,6 +56,7 @@ def command(
     if config.environment.worlds:
         raise ConfigError(f"the run in {run_dir} trains in a world itself: give one of the task")
     with RunDirectory.open(run_dir) as run, Interrupt() as interrupt:
+        refuse_changes(run.config, config, (), "capability worlds")
         work = Workspace(run, Progress(), interrupt)
         out = run.folder("capability") if out is None else out
         names = chosen(run, config, names)
@@ -135,9 +135,9 @@ class _Search:
         tried = self.tries.setdefault(name, [])
         while (level := worlds.next_level(tried, WINDOW)) is not None:
             tried.append(self._try(name, level, len(tried)))
-            write(self.out / FILE, json.dumps(self.result(), indent=1) + "\n")
-            write(self.out / "worlds.md", markdown(self.result()))
-        write(self.out / FILE, json.dumps(self.result(), indent=1) + "\n")
+            write_text(self.out / FILE, json.dumps(self.result(), indent=1) + "\n")
+            write_text(self.out / "worlds.md", markdown(self.result()))
+        write_text(self.out / FILE, json.dumps(self.result(), indent=1) + "\n")
 
     def result(self) -> dict[str, Any]:
         """What `worlds.json` holds."""

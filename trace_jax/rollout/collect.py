@@ -83,8 +83,17 @@ def collect(
     """
     start = time.perf_counter()
     stats = stats if stats is not None else CollectStats()
-    options = {"context": config.context, "seed": seed, "step": step, "hinted": hinted, "adapters": adapters}
-    rows = planned(chat, environment, tasks, group=group, **options)
+    rows = planned(
+        chat,
+        environment,
+        tasks,
+        group=group,
+        context=config.context,
+        seed=seed,
+        step=step,
+        hinted=hinted,
+        adapters=adapters,
+    )
     sampling = sampling or Sampling.of(config)
     pool = WorkerPool({"tool": workers or config.tool_workers, "open": 1, "grade": 1})
     result = _Collection(generator, chat, environment, config, sampling, pool, stats, rows).run(progress)

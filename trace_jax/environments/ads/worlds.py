@@ -32,13 +32,13 @@ class World:
     Attributes:
         capability: its entry in the dictionary.
         types: weights of the episode types.
-        hint: a line that says what to do, for some members of a group (`grpo.hints`), by prompt style.
+        hint: a line that says what to do, for some members of a group (`grpo.hints`).
         parts: (weight, value in [0, 1]) of what the reward pays for; the weights sum to 1.
     """
 
     capability: Capability
     types: Mapping[str, float]
-    hint: Mapping[str, str]
+    hint: str
     parts: Callable[[Case], list[tuple[float, float]]]
 
     def reward(self, attempt: Attempt) -> tuple[float, bool]:
@@ -132,9 +132,7 @@ _ROWS: tuple[tuple[str, Mapping[str, float], str, Callable], ...] = (
     ("evidence", ANY, "Quote figures exactly as a result shows them.", _quote),
 )
 _ENTRIES = {c.name: c for c in CAPABILITIES}
-WORLDS: Mapping[str, World] = {
-    name: World(_ENTRIES[name], types, {"compact": hint, "full": hint}, parts) for name, types, hint, parts in _ROWS
-}
+WORLDS: Mapping[str, World] = {name: World(_ENTRIES[name], types, hint, parts) for name, types, hint, parts in _ROWS}
 
 
 def named(text: str) -> tuple[World, float]:
@@ -175,13 +173,13 @@ class WorldEnvironment(AdsEnvironment):
 
     def __init__(self, episodes: EpisodeSet, config: EnvironmentConfig, world: World):
         super().__init__(episodes, config)
-        self._world, self._style = world, config.prompt
+        self._world = world
 
     def task(self, index: int) -> Task:
         """Task at position `index` of the set."""
         found = super().task(index)
         labels = {**found.labels, "world": self._world.capability.name}
-        return replace(found, labels=labels, hint=self._world.hint[self._style])
+        return replace(found, labels=labels, hint=self._world.hint)
 
     def open(self, task: Task) -> Episode:
         """Start an attempt. Close the episode to give its database back."""
