@@ -34,7 +34,8 @@ def test_a_run_with_turn_credit(smoke, tmp_path, capsys, monkeypatch):
         for t in trajectories:
             assert len(t.probes) == len(turn_credit.boundaries(t.turn_index, t.loss_mask)) and max(t.probes) <= 0
     rows = [r for r in records(tmp_path / "whole") if r["stage"] == "grpo"]
-    assert all(r["seconds/probe"] > 0 and 0 < r["credit/probe_share"] < 1 for r in rows)
+    # not below 1: a step whose trajectories were probed ahead of it may be shorter than their probing
+    assert all(r["seconds/probe"] > 0 and r["credit/probe_share"] > 0 for r in rows)
     assert all(r["credit/value_last"] is not None and 0 <= r["credit/positive"] <= 1 for r in rows)
 
     stopped = iter([False, True])
