@@ -58,6 +58,7 @@ def test_constant_features_give_chance(labels):
     assert found.p > 0.05 and abs(found.accuracy - 1 / CLASSES) < 0.06
 
 
+@pytest.mark.slow
 def test_beyond_what_is_known(labels):
     """A feature that repeats what is known adds nothing; one with its own hint does."""
     rng = np.random.default_rng(4)

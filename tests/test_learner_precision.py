@@ -125,6 +125,7 @@ def test_peak_memory_of_chunked_logprobs():
     assert largest[1] >= tokens * vocabulary and largest[0] <= tokens * vocabulary / 8
 
 
+@pytest.mark.slow
 def test_remat_trades_memory(monkeypatch):
     """Less is kept of every layer: "full" below "dots" below "none" (values: test_policy_transformer)."""
     monkeypatch.setattr(transformer, "UNROLL", 0)

@@ -24,6 +24,7 @@ from trace_jax.rollout.trajectory import read_parquet
 __all__ = ["compile_cache", "finished_smoke", "smoke"]  # fixtures
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("async")
 def test_interrupted_ahead_of_learning(smoke, compile_cache, tmp_path):
     """Case 8 of trainer with pending rollouts: 6 steps, against the same ones ended by SIGTERM in a step, resumed,

@@ -22,6 +22,7 @@ def configured(**changes):
     )
 
 
+@pytest.mark.slow
 def test_parts_have_their_difficulty():
     seen = []
     config = configured()

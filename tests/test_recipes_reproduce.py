@@ -54,6 +54,7 @@ def test_every_variant_is_a_valid_run(name):
     assert set(study.references) | set(study.references.values()) <= set(study.variants)
 
 
+@pytest.mark.slow
 def test_a_study(smoke, tmp_path, capsys, monkeypatch):
     """Two variants and the one that a reference comes from, one seed; a second call repeats nothing; curves are XML."""
     source, _ = smoke

@@ -73,6 +73,7 @@ def test_a_run_with_turn_credit(smoke, tmp_path, capsys, monkeypatch):
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["logprobs"]) >= 1
 
 
+@pytest.mark.slow
 def test_measuring_alone_changes_nothing(smoke, tmp_path):
     """With coefficient 0 the run is plain GRPO, to the bit."""
     source, _ = smoke
@@ -84,6 +85,7 @@ def test_measuring_alone_changes_nothing(smoke, tmp_path):
         np.testing.assert_array_equal(measured[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_another_run_as_reference(smoke, tmp_path, capsys):
     """Its newest policy is copied and stays the reference; one that reads other tokens is refused."""
     source, _ = smoke

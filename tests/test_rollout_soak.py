@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 from flax import nnx
 from helpers_collect import ToyEnvironment, open_files
 from helpers_rollout import POLICY, STOP, VOCABULARY
@@ -44,6 +45,7 @@ def resident():
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
+@pytest.mark.slow
 def test_ten_thousand_trajectories_leave_nothing_behind():
     engine = Engine(Transformer(POLICY, VOCABULARY, rngs=nnx.Rngs(0)), CONFIG, STOP, lanes=1)
     environment, seen, statuses = Endless(), [], set()

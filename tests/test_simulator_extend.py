@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import json
 import numpy as np
@@ -60,6 +62,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_a_thirteenth_cause():
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -162,8 +162,23 @@ def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
 
 def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import planted, reproduce
+    from trace_jax.recipes import planted, reproduce, targeting
 
+    if args.study == targeting.NAME:
+        if args.variants:
+            raise ConfigError(f"--variants does not go with {targeting.NAME}, whose rows need each other: leave it out")
+        return targeting.command(
+            config,
+            args.overrides,
+            args.out,
+            source=args.init,
+            seeds=args.seeds or targeting.SEEDS,
+            steps=args.steps,
+            size=(args.world_seeds, args.world_rollouts),
+        )
+    for flag in ("world_seeds", "world_rollouts"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')} is of {targeting.NAME}: leave it out")
     if args.study == planted.NAME:
         for flag in ("init", "steps"):
             if getattr(args, flag) is not None:

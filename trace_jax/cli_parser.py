@@ -185,9 +185,10 @@ def build() -> argparse.ArgumentParser:
             p.description = f"{text}\n\nSTUDY is one of\n" + "".join(
                 f"  {k:13s}{s.about}\n{' ' * 15}{', '.join(map(repr, s.variants))}\n" for k, s in STUDIES.items()
             )
-            names = (*STUDIES, studies.PLANTED)
+            names = (*STUDIES, studies.PLANTED, studies.TARGETING)
             planted = ", ".join(map(repr, studies.PLANTED_VARIANTS))
             p.description += f"  {studies.PLANTED}  {studies.PLANTED_ABOUT}\n{' ' * 15}{planted}\n"
+            p.description += f"  {studies.TARGETING}  {studies.TARGETING_ABOUT}\n"
             shape = ", ".join(f"{k} {v}" for k, v in next(iter(STUDIES.values())).shape.items())
             p.description += f"\nA study of GRPO sets these fields of grpo for all of its runs: {shape}.\n"
             p.add_argument("study", choices=names, metavar="STUDY", help=", ".join(names))
@@ -199,6 +200,11 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--seeds", type=int, nargs="+", metavar="S", help=seeds)
             p.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="default: all of the study")
             p.add_argument("--steps", type=_count, metavar="N", help="of each run (default: as the study says)")
+            of = f"of {studies.TARGETING}: "
+            tries = f"{of}episodes of each try of a world (default: 100)"
+            p.add_argument("--world-seeds", type=_count, metavar="N", help=tries)
+            attempts = f"{of}attempts at each (default: 16)"
+            p.add_argument("--world-rollouts", type=_count, metavar="K", help=attempts)
         if name == "report":
             p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run directory")
         if name == "export":

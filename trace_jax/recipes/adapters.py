@@ -31,7 +31,7 @@ DEFAULTS = {
     "grpo.optimizer.learning_rate": "1e-5",
 }
 MIX, TARGET = "mix", "target"  # one adapter for all worlds; one for the task itself
-MAY_CHANGE = ("grpo.", "lora.", "rollout.", "evaluation.", "data.train", "data.validation")
+MAY_CHANGE = ("seed", "grpo.", "lora.", "rollout.", "evaluation.", "data.train", "data.validation")
 
 
 def command(

@@ -68,10 +68,9 @@ def _route(work: Workspace, out: Path, split: str) -> dict[str, Any]:
     if not names:
         raise ConfigError(f"{out / 'adapters'} has no finished adapter: run `trace-jax capability train` first")
     domain = domain_of(work.config)
-    known = {c.name: c for c in domain.capabilities}
     environment = work.environment(split)
-    scores = _scores(work, environment, [known[n] for n in names])
-    chosen = routing.choose(scores)
+    found = scores(work, environment, names)
+    chosen = routing.choose(found)
     types = [str(environment.task(i).labels["type"]) for i in range(len(environment))]
     best = routing.oracle(types, [domain.worlds[n] for n in names])
     called = [*names, "base"]
@@ -83,7 +82,7 @@ def _route(work: Workspace, out: Path, split: str) -> dict[str, Any]:
         "chance": float(sum((chosen == i).mean() * (best == i).mean() for i in (BASE, *range(len(names))))),
         "episodes": [
             {"task": i, "chosen": called[c], "oracle": called[o], "logprobs": [round(x, 4) for x in row]}
-            for i, (c, o, row) in enumerate(zip(chosen.tolist(), best.tolist(), scores.tolist(), strict=True))
+            for i, (c, o, row) in enumerate(zip(chosen.tolist(), best.tolist(), found.tolist(), strict=True))
         ],
     }
     write_text(out / FILE, json.dumps(result, indent=1) + "\n")
@@ -110,8 +109,14 @@ def finished(out: Path) -> list[str]:
     return found
 
 
-def _scores(work: Workspace, environment: Environment, capabilities: Sequence[Any]) -> np.ndarray:
-    """Log-probability of every label, the base's last, after every task's question: [tasks, capabilities + 1]."""
+def scores(work: Workspace, environment: Environment, names: Sequence[str]) -> np.ndarray:
+    """Log-probability of every label, the base's last, after every task's question: [tasks, capabilities + 1].
+
+    Raises:
+        ConfigError: the policy cannot read so long a question. Interrupted: a signal.
+    """
+    known = {c.name: c for c in domain_of(work.config).capabilities}
+    capabilities = [known[n] for n in names]
     count = len(capabilities) + 1
     labels = routing.labels_for(count, lambda text: work.chat.encode_probe("", text)[1])
     answers = [work.chat.encode_probe("", label) for label in labels]
@@ -188,7 +193,7 @@ def evaluate(
         if not adapters:
             raise ConfigError(f"{out / 'adapters'} has no finished adapter: run `trace-jax capability train` first")
         routes = _routes(work, out, split, adapters) if not names or set(names) & {ROUTED, ORACLE} else {}
-        held = _Adapters(work, out, adapters)
+        held = Adapters(work, out, adapters)
         for name in names or every:
             _one(work, config, out, held, name, split, routes)
     found = store.load_summaries(out)
@@ -207,7 +212,7 @@ def _routes(work: Workspace, out: Path, split: str, adapters: Sequence[str]) -> 
     return {ROUTED: [e["chosen"] for e in found["episodes"]], ORACLE: [e["oracle"] for e in found["episodes"]]}
 
 
-class _Adapters:
+class Adapters:
     """All adapters resident beside one base, and an engine that samples with any of them."""
 
     def __init__(self, work: Workspace, out: Path, names: Sequence[str]):
@@ -251,7 +256,7 @@ def _one(
     work: Workspace,
     config: RunConfig,
     out: Path,
-    held: _Adapters,
+    held: Adapters,
     name: str,
     split: str,
     routes: Mapping[str, Sequence[str]],

@@ -95,3 +95,6 @@ PLANTED_VARIANTS: dict[str, tuple[str, str]] = {
     "no mix lessons": ("mix", "mix_decomposition"),
     "no campaign lessons": ("campaign", "campaign_comparison"),
 }
+
+TARGETING = "capability-targeting"
+TARGETING_ABOUT = "routed adapters against as many rollouts spent otherwise (arXiv 2604.05336); needs --init"

@@ -1,0 +1,93 @@
+"""`trace-jax reproduce capability-targeting`: the table against arithmetic done by hand, refusals, one small study."""
+
+import json
+
+import pytest
+from recipes_helpers import compile_cache, finished_smoke, smoke
+
+from trace_jax import cli
+from trace_jax.recipes import contrast, in_worlds, targeting, worlds
+
+__all__ = ["compile_cache", "finished_smoke", "smoke"]  # fixtures
+
+NAMES = ("base", "target", "mix", "sum", "routed", "oracle", "intersection", "abstaining")
+
+
+def seed_of(*values):
+    held = dict(zip(NAMES, values, strict=True))
+    row = {w: {"success": 0.5, "reward": 0.4} for w in ("intersection", "abstaining")}
+    routed = {"intersection": {"success": 0.53, "reward": 0}, "abstaining": {"success": 0.47, "reward": 0}}
+    return {
+        "held_out": held,
+        "in_worlds": {"base": row, "routed": routed},
+        "routing": {"agreement": 0.25, "chance": 0.2, "chosen": {}, "oracle": {}},
+        "rollouts": {"target": 64, "intersection": 32},
+        "seconds": {"target": 9.0, "intersection": None},
+    }
+
+
+RUNS = {
+    0: seed_of(0.50, 0.60, 0.55, 0.40, 0.50, 0.70, 0.52, 0.58),
+    1: seed_of(0.50, 0.62, 0.57, 0.44, 0.48, 0.66, 0.61, 0.51),
+}
+
+
+def test_the_table_is_that_of_the_seeds():
+    found = targeting.summary(RUNS)
+    assert list(found)[:7] == list(targeting.ORDER) and set(found) == {*NAMES, targeting.SINGLE}
+    assert found["oracle"]["mean"] == pytest.approx(0.68) and found["base"]["half"] == 0
+    # Student's t with one degree of freedom: 12.706 * |0.70 - 0.66| / sqrt(2) / sqrt(2)
+    assert found["oracle"]["half"] == pytest.approx(12.706 * 0.02, rel=1e-3)
+    assert found["oracle"]["over_target"]["mean"] == pytest.approx((0.10 + 0.04) / 2)
+    assert found[targeting.SINGLE]["mean"] == pytest.approx((0.58 + 0.61) / 2)  # the best of each seed
+    assert found["base"].keys() == {"mean", "half"} and "over_target" not in found["target"]
+    worlds = {"intersection": 0.0, "abstaining": 2.0}
+    text = targeting.markdown({"steps": 4, "worlds": worlds, "runs": RUNS, "summary": found})
+    assert "| oracle | 0.680 ± 0.254 | +0.180 ± 0.254 | +0.070 ± 0.381 |" in text
+    assert "| routed | 0.530 (+3.0) | 0.470 (-3.0) |" in text and "abstaining@2" in text
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ([], "give --init DIR"),
+        (["--variants", "x"], "--variants does not go with"),
+        (["--init", "RUN", "--seeds", "1", "1"], "names one twice"),
+        (["--init", "RUN", "--policy.layers", "3"], "--policy.layers is of the SFT policy and fixed"),
+    ],
+)
+def test_refused(words, says, smoke, tmp_path, capsys):
+    words = [str(smoke[0]) if w == "RUN" else w for w in words]
+    assert cli.main(["reproduce", "capability-targeting", "--out", str(tmp_path / "out"), *words]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_sizes_of_worlds_are_of_this_study(tmp_path, capsys):
+    assert cli.main(["reproduce", "objectives", "--out", str(tmp_path / "out"), "--world-seeds", "3"]) == 2
+    assert "--world-seeds is of capability-targeting" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_study(smoke, tmp_path, capsys, monkeypatch):
+    """Adapters of both worlds, mix and target with as many steps as both; repeated without training or playing."""
+    names = ["abstaining", "drill_down"]
+    monkeypatch.setattr(contrast, "command", lambda *_, **__: {"kept": names})
+    found = {n: {"accepted": True, "level": 0.0, "tries": []} for n in names}
+    monkeypatch.setattr(worlds, "command", lambda *_, **__: {"settings": {}, "worlds": found})
+    monkeypatch.setattr(in_worlds.command, "__kwdefaults__", {"episodes": 4, "samples": 2})
+    out = tmp_path / "study"
+    words = ["reproduce", "capability-targeting", "--init", str(smoke[0]), "--out", str(out), "--seeds", "3", "4"]
+    words += ["--steps", "1", "--grpo.prompts", "2", "--grpo.group", "2", "--grpo.hints", "0", "--json"]
+    words += ["--evaluation.samples", "1", "--grpo.validation_episodes", "2", "--lora.rank", "2"]
+    assert cli.main(words) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(told["runs"]) == {"3", "4"} and json.loads((out / "table.json").read_text()) == told
+    for run in told["runs"].values():
+        assert set(run["held_out"]) == {"base", "sum", "routed", "oracle", "mix", "target", *names}
+        assert set(run["in_worlds"]) == {"base", "mix", "target", "routed", *names}
+        assert run["rollouts"]["target"] == run["rollouts"]["mix"] == sum(run["rollouts"][n] for n in names)
+    monkeypatch.setattr(in_worlds, "_play", None)
+    before = (out / "table.json").read_text()
+    assert cli.main(words) == 0 and (out / "table.json").read_text() == before
+    assert cli.main([*words, "--grpo.prompts", "3"]) == 2 and "is a study with other fields" in capsys.readouterr().err
