@@ -27,7 +27,7 @@ from trace_jax.rollout.collect import collect
 from trace_jax.rollout.sampling import Sampling
 
 FILE = "in-worlds.json"
-EPISODES, SAMPLES = 100, 8
+EPISODES, SAMPLES = 64, 4
 
 
 def command(
