@@ -37,15 +37,7 @@ _MEMORY = (
 )
 _STOPPABLE = (
     *TRAINING,
-    "reproduce",
-    "eval",
-    "capability",
-    "import",
-    "export",
-    "simulate",
-    "inspect",
-    "play",
-    "certify",
+    *("reproduce", "eval", "capability", "import", "export", "simulate", "inspect", "play", "certify", "fit-rules"),
 )
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -144,6 +136,12 @@ def _certify(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     return certify.certify(config, args.out, args.episodes)
 
 
+def _fit_rules(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax.recipes import fit_rules
+
+    return fit_rules.fit_rules(config, args.out, episodes=args.episodes, run_dir=args.run_dir)
+
+
 def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax import bench
 
@@ -217,6 +215,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "capability": _capability,
     "import": _import,
     "export": _export,
+    "fit-rules": _fit_rules,
     "bench": _bench,
     "reproduce": _reproduce,
     "report": _report,
@@ -301,7 +300,7 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     """The run whose configuration a command starts from, None for commands that begin with none."""
     if args.command in ("simulate", "inspect", "certify", "bench"):
         return None
-    if args.command == "play":
+    if args.command in ("play", "fit-rules"):
         return args.run_dir
     if args.command == "reproduce":
         return args.init

@@ -299,6 +299,7 @@ class EvaluationConfig:
     min_p: float = 0.0
     bootstrap: int = 2000  # resamples for the confidence intervals
     confidence: float = 0.95
+    rules: str = ""  # thresholds of the baselines' rules, a file of `trace-jax fit-rules`; "": those that come with it
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,19 @@ class EvalRecord:
     status: str  # Trajectory.status
     predicted: str | None = None  # root cause of the answer; None when it did not parse
     exact_parsed: bool = False  # the exact-schema parser read it too (sensitivity analysis)
+    driver: str | None = None  # slice that the answer gives to a segment cause, "attribute=value & attribute=value"
+    confidence: float | None = None  # how sure the agent was, in a unit of its own (`Transcript.confidence`)
 
 
 def record_of(
-    index: int, sample: int, labels: Mapping[str, Any], info: Mapping[str, Any], tool_calls: int, status: str
+    index: int,
+    sample: int,
+    labels: Mapping[str, Any],
+    info: Mapping[str, Any],
+    tool_calls: int,
+    status: str,
+    *,
+    confidence: float | None = None,
 ) -> EvalRecord:
     """One graded answer. An investigation without an answer has an empty `info`: not parsed, nothing right."""
     return EvalRecord(
@@ -69,6 +78,8 @@ def record_of(
         status=status,
         predicted=info.get("cause"),
         exact_parsed=bool(info.get("exact_parsed", False)),
+        driver=info.get("driver"),
+        confidence=confidence,
     )
 
 

@@ -30,7 +30,7 @@ PAPER_LABELS = {"untrained": "paper base", "sft": "paper SFT", "grpo": "paper SF
 PAPER_NOTE = "paper: reported in arXiv 2609.10315 for a 35B model in that paper's own environment; for reference only"
 LABELS = {
     "untrained": "untrained",
-    **{name: name for kind in KINDS.values() for name in kind.agents},
+    **{name: name for kind in KINDS.values() for name in (*kind.agents, *kind.rivals)},
     "sft": "SFT",
     "grpo": "SFT->GRPO",
 }

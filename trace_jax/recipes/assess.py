@@ -99,6 +99,8 @@ def _settings(config: RunConfig, split: str) -> dict[str, Any]:
     speed = ("tool_workers", "slots", "decode_steps", "stale_cache")  # no parameters change while a policy is scored
     unused = {f"rollout.{name}" for name in SAMPLER + speed}
     fields = {k: v for k, v in config_io.flatten(config) if k.startswith(kept) and k not in unused}
+    if not config.evaluation.rules:  # results from before there were any stay valid
+        del fields["evaluation.rules"]
     return {"split": split} | fields
 
 
@@ -123,8 +125,8 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
             work.interrupt.check()
 
         work.interrupt.check()
-        if agent in domain.agents:
-            scripted, record_of = partial(domain.agents[agent], config=config), domain.kind.record_of
+        if agent in domain.scripted:
+            scripted, record_of = partial(domain.scripted[agent], config=config), domain.kind.record_of
             records = evaluate_agent(environment, indices, scripted, record_of, seed=config.seed, on_progress=report)
         else:
             params = work.initial_params if agent == "untrained" else work.trained_params(agent)

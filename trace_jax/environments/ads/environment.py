@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from trace_jax.config import EnvironmentConfig
 from trace_jax.environments.ads.answer import format_answer, probe_of
@@ -84,6 +85,14 @@ class AdsEpisode:
         """Run the code of a tool call; `final_turn` adds the nudge to answer now."""
         seen = self._tool.run(action)
         return seen.followed_by(NUDGE[self._config.prompt]) if final_turn else seen
+
+    def query(self, sql: str) -> tuple[tuple[Any, ...], ...]:
+        """Rows of a query on the agent-visible tables, not cut for a reader: for agents that are programs.
+
+        Raises:
+            QueryError: the query is refused or fails.
+        """
+        return self._database.query(sql, timeout_s=self._config.tool_seconds).rows
 
     def grade(self, answer: str) -> Reward:
         """Grade the final answer's text (see `ads.reward`)."""
