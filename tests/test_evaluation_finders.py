@@ -18,7 +18,7 @@ def grid(*sizes):
 
 
 def rates(codes, inside, drop, seed=0):
-    """A ratio that falls by `drop` in the leaves `inside` and else only by what forecasts are off, half a percent; every
+    """A ratio that falls by `drop` in the leaves `inside` and else only by half a percent, the forecasts' error; every
     leaf has its own size and level."""
     rng = np.random.default_rng(seed)
     bottom = np.tile(rng.uniform(500, 1500, len(codes)), (2, 1))

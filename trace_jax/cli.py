@@ -92,8 +92,10 @@ def _train(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]
 
 
 def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
-    from trace_jax.recipes import assess
+    from trace_jax.recipes import assess, compare
 
+    if args.compare:
+        return compare.command(tuple(args.compare), args.run_dir, config.evaluation, config.seed)
     return assess.command(args.run_dir, config, agent=args.agent, split=args.split)
 
 
@@ -308,6 +310,7 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     continues = args.command in ("grpo", "eval", "capability", "export", "report") or args.resume
     run = init or (args.run_dir if continues else None)
     needs_one = getattr(args, "agent", None) not in SCRIPTED and not getattr(args, "dry_run", False)
+    needs_one = needs_one and not getattr(args, "compare", None)
     if run is None and continues and needs_one:
         raise ConfigError("which run? give its directory with --run-dir")
     return run

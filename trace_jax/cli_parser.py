@@ -169,6 +169,11 @@ def build() -> argparse.ArgumentParser:
                 f"{_LATEST}"
             )
             p.add_argument("--agent", default="latest", choices=agents, help=whose)
+            pair = (
+                "instead: the second against the first, on the same episodes and from stored results; each is a run "
+                "directory, RUN:AGENT, or an agent of --run-dir"
+            )
+            p.add_argument("--compare", nargs=2, metavar=("A", "B"), help=pair)
         if name == "fit-rules":
             p.add_argument("--out", type=Path, default=Path("rules.json"), metavar="FILE", help="default: rules.json")
             p.add_argument("--episodes", type=_count, metavar="N", help="so many of the training split (default: all)")

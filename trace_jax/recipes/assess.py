@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import get
-from trace_jax.evaluation import store, table
+from trace_jax.evaluation import identity, store, table
 from trace_jax.evaluation.baselines import evaluate_agent
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
 from trace_jax.recipes.domain import SCRIPTED, check_agent, domain_of
@@ -63,6 +61,7 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
             name = name_of(agent, split, {field: get(config, field) for field in changed})
             result = _score(work, agent, split, name)
             show(run.path, {name.removeprefix(OTHER): result})
+            print(identity.line(result["benchmark"]))
     return result
 
 
@@ -150,15 +149,11 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
                 write_parquet(path, trajectories)
         result = domain.kind.summarise(records, config.evaluation, seed=config.seed)
         result["settings"] = _settings(config, split)
+        result["benchmark"] = identity.benchmark_of(environment)
     store.save(work.run.path, name, result, records)
     return result
 
 
 def show(run_dir: Path, results: dict[str, Any] | None = None) -> None:
     """Prints the table of everything scored in a run (plain text when stdout is not a terminal)."""
-    results = store.load_summaries(run_dir) | (results or {})
-    built, console = table.build(results), Console()
-    if console.is_terminal:
-        console.print(table.rich_table(built))
-    else:
-        print(table.plain_text(built))
+    table.show(table.build(store.load_summaries(run_dir) | (results or {})))

@@ -113,7 +113,7 @@ def refuse_changes(stored: RunConfig, config: RunConfig, may: tuple[str, ...], c
 # Fields that runs of earlier versions lack; they did what the defaults say.
 ADDED = (
     *(f"rollout.{n}" for n in ("top_k", "top_p", "min_p", "decode_steps", "stale_cache", "tool_queue_seconds")),
-    *(f"evaluation.{n}" for n in ("top_k", "top_p", "min_p")),
+    *(f"evaluation.{n}" for n in ("top_k", "top_p", "min_p", "rules")),
     *(f"grpo.{n}" for n in ("baseline", "lost_members", "constant_groups", "resample_limit", "dual_clip")),
     *(f"grpo.{n}" for n in ("old_policy", "correction", "overlong", "kl_estimator", "staleness", "weight_sync")),
     *("grpo.validation_samples", "grpo.keep_best", "grpo.microbatch.buckets", "sft.microbatch.buckets"),

@@ -11,6 +11,7 @@ from trace_jax.environments.ads.prompt import NUDGE, check_style, system_prompt,
 from trace_jax.environments.ads.reward import grade
 from trace_jax.environments.base import Observation, Reward, Task
 from trace_jax.environments.tools import PythonTool
+from trace_jax.warehouse import identity
 from trace_jax.warehouse.database import EpisodeDatabase
 from trace_jax.warehouse.splits import EpisodeSet
 
@@ -30,6 +31,10 @@ class AdsEnvironment:
 
     def __len__(self) -> int:
         return len(self._episodes)
+
+    def identity(self) -> str:
+        """Hash of the episodes (`warehouse.identity`); how questions are worded has no part in it."""
+        return identity.sha256(self._episodes)
 
     def task(self, index: int) -> Task:
         """Task at position `index` of the set."""
