@@ -276,6 +276,7 @@ def _short(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> li
     """The fields that commands have short flags for. ConfigError if the field itself is given another value."""
     found = []
     fields = {"seed": "data.seed", "difficulty": "simulator.difficulty", "style": "environment.prompt"}
+    fields |= {"endpoint": "endpoint.url", "model": "endpoint.model"}
     for flag, field in fields.items():
         value = getattr(args, field.replace(".", "_"), None)
         if value is None:
@@ -310,7 +311,8 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     continues = args.command in ("grpo", "eval", "capability", "export", "report") or args.resume
     run = init or (args.run_dir if continues else None)
     needs_one = getattr(args, "agent", None) not in SCRIPTED and not getattr(args, "dry_run", False)
-    needs_one = needs_one and not getattr(args, "compare", None)
+    if getattr(args, "compare", None) or (args.command == "eval" and args.agent == "endpoint"):
+        return run if run is not None and (run / "config.yaml").is_file() else None
     if run is None and continues and needs_one:
         raise ConfigError("which run? give its directory with --run-dir")
     return run

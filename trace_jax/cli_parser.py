@@ -162,13 +162,17 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--run-dir", type=Path, metavar="DIR", help="a run whose policy's answers are shown, too")
         if name == "eval":
             p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
-            agents = ("latest", "best", "grpo", "sft", "untrained", *SCRIPTED)
+            agents = ("latest", "best", "grpo", "sft", "untrained", *SCRIPTED, "endpoint")
             whose = (
                 "whom to score: a stage of the run, the untrained policy, or an agent without one (of ads the "
-                "analyst, contribution, adtributor, squeeze, riskloc or scan; of search the explorer or the solver); "
-                f"{_LATEST}"
+                "analyst, contribution, adtributor, squeeze, riskloc or scan; of search the explorer or the solver), "
+                f"or a prompted model behind an endpoint; {_LATEST}"
             )
             p.add_argument("--agent", default="latest", choices=agents, help=whose)
+            url = "with --agent endpoint: base URL of an OpenAI-compatible interface; same as --endpoint.url"
+            p.add_argument("--endpoint", dest="endpoint_url", metavar="URL", help=url)
+            model = "with --agent endpoint: its name there; same as --endpoint.model"
+            p.add_argument("--model", dest="endpoint_model", metavar="NAME", help=model)
             pair = (
                 "instead: the second against the first, on the same episodes and from stored results; each is a run "
                 "directory, RUN:AGENT, or an agent of --run-dir"

@@ -15,6 +15,7 @@ from trace_jax.config_rules import get
 from trace_jax.evaluation import identity, store, table
 from trace_jax.evaluation.baselines import evaluate_agent
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
+from trace_jax.recipes import prompted
 from trace_jax.recipes.domain import SCRIPTED, check_agent, domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
@@ -39,12 +40,16 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
     Args:
         run_dir: the run; without one only agents without a policy can be scored, and nothing is kept.
         config: the run's configuration with changes to evaluation, rollout or data.
-        agent: one of `AGENTS`; "best": GRPO's checkpoint with the best validation reward; "latest": the most advanced
-            stage.
+        agent: one of `AGENTS`; "endpoint": the model that `endpoint` names; "best": GRPO's checkpoint with the best
+            validation reward; "latest": the most advanced stage.
 
     Raises:
         ConfigError: a change that has no meaning here or would cut the policy's investigations short.
     """
+    if agent == prompted.AGENT:
+        run_dir, config = prompted.prepare(run_dir, config)
+    elif config.endpoint.url or config.endpoint.model:
+        raise ConfigError("--endpoint and --model are of `eval --agent endpoint`: add that, or leave them out")
     check_agent(config, agent)
     with tempfile.TemporaryDirectory() as scratch:
         if run_dir is None:
@@ -52,13 +57,16 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
         else:
             stored = stored_config(run_dir)
             changed = config_io.differences(stored, config)
+            if agent == prompted.AGENT:
+                changed = [name for name in changed if not name.startswith("endpoint.")]
             _check_changes(stored, config, changed, split)
             run = RunDirectory.open(run_dir)
-            run.config = config
+            run.config = config if agent != prompted.AGENT else prompted.worded(config)
         with run, Interrupt() as interrupt:
             work = Workspace(run, Progress(), interrupt)
             agent = work.latest_stage() if agent == "latest" else agent
-            name = name_of(agent, split, {field: get(config, field) for field in changed})
+            known = prompted.name_of(config) if agent == prompted.AGENT else agent
+            name = name_of(known, split, {field: get(config, field) for field in changed})
             result = _score(work, agent, split, name)
             show(run.path, {name.removeprefix(OTHER): result})
             print(identity.line(result["benchmark"]))
@@ -85,7 +93,7 @@ def _check_changes(stored: RunConfig, config: RunConfig, changed: Sequence[str],
 def name_of(agent: str, split: str, changes: Mapping[str, Any]) -> str:
     """Name of the result under `evaluation/`. Those of another split or other settings than the run's own lie in a
     directory of their own, which the report leaves out."""
-    if split == "test" and not changes and agent in AGENTS:
+    if split == "test" and not changes and (agent in AGENTS or agent.startswith(f"{prompted.AGENT}-")):
         return agent
     parts = [agent, *([split] if split != "test" else []), *(f"{k}={v}" for k, v in sorted(changes.items()))]
     name = ",".join(parts)
@@ -127,6 +135,8 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
         if agent in domain.scripted:
             scripted, record_of = partial(domain.scripted[agent], config=config), domain.kind.record_of
             records = evaluate_agent(environment, indices, scripted, record_of, seed=config.seed, on_progress=report)
+        elif agent == prompted.AGENT:
+            records, usage = prompted.evaluate(work, environment, name, report)
         else:
             params = work.initial_params if agent == "untrained" else work.trained_params(agent)
             work.engine.set_params(params, 0)
@@ -150,6 +160,9 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
         result = domain.kind.summarise(records, config.evaluation, seed=config.seed)
         result["settings"] = _settings(config, split)
         result["benchmark"] = identity.benchmark_of(environment)
+        if agent == prompted.AGENT:
+            result["extra"]["usage"] = usage
+            result["settings"] |= {k: v for k, v in config_io.flatten(config) if k.startswith("endpoint.")}
     store.save(work.run.path, name, result, records)
     return result
 
