@@ -88,7 +88,8 @@ def test_other_episodes_are_refused():
             compare.compare(rows, wrong, CONFIG)
     with pytest.raises(ConfigError, match="benchmark"):
         compare.check_benchmark({"benchmark": {"sha256": "a"}}, {"benchmark": {"sha256": "b"}})
-    compare.check_benchmark({}, {"benchmark": {"sha256": "b"}})  # results of earlier versions do not say
+    assert not compare.check_benchmark({}, {"benchmark": {"sha256": "b"}})  # results of earlier versions do not say
+    assert compare.check_benchmark({"benchmark": {"sha256": "b"}}, {"benchmark": {"sha256": "b"}})
 
 
 def test_strict_parsing_costs_what_was_not_exact():
@@ -160,7 +161,8 @@ def test_the_command_compares_runs_and_agents(tmp_path, capsys):
     a, b = tmp_path / "a", tmp_path / "b"
     result = recipe.command((str(a), str(b)), None, CONFIG, 0)
     assert result["compare"] == ["a:sft", "b:grpo"] and result["metrics"]["full_attr_at_1"]["ahead"] == 1
-    assert "FullAttr@1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "FullAttr@1" in printed and compare.UNVERIFIED in printed and not result["verified"]
     assert recipe.command(("sft", "scan"), a, CONFIG, 0)["metrics"]["full_attr_at_1"]["ahead"] == 2
     assert recipe.command((f"{a}:scan", str(b)), None, CONFIG, 0)["compare"] == ["a:scan", "b:grpo"]
     for wrong in (("sft", "nobody"), (f"{a}:nobody", str(b)), (str(tmp_path), str(b))):

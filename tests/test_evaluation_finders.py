@@ -138,6 +138,8 @@ def test_contribution_drills_only_where_one_part_carries_it():
         ("TOP_OF_SEARCH", None, None, "US", -0.009),
         (None, None, None, "US", -0.004),
     ]
-    assert contribution.choose(rows) == (("placement", "TOP_OF_SEARCH"), ("geo", "US"))
+    assert contribution.choose(rows, 0.8) == (("placement", "TOP_OF_SEARCH"), ("geo", "US"))
     assert contribution.choose(rows, 0.95) == (("placement", "TOP_OF_SEARCH"),)
-    assert contribution.choose([("TOP_OF_SEARCH", None, None, None, 0.01)]) == ()
+    assert contribution.choose([("TOP_OF_SEARCH", None, None, None, 0.01)], 0.8) == ()
+    both = (("placement", "TOP_OF_SEARCH"), ("geo", "US"))
+    assert 0.5 <= contribution.fit([rows], [both]) <= 0.9 and contribution.fit([rows], [both[:1]]) > 0.9

@@ -106,8 +106,11 @@ def _check_same(first: Sequence[Sequence[EvalRecord]], second: Sequence[Sequence
     )
 
 
-def check_benchmark(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
-    """Refuses results that say they were made on different episodes. Those of earlier versions do not say.
+def check_benchmark(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Refuses results that say they were made on different episodes.
+
+    Returns:
+        Whether both say that they were made on the same; results of earlier versions do not say.
 
     Raises:
         ConfigError: the hashes differ.
@@ -118,10 +121,14 @@ def check_benchmark(first: Mapping[str, Any], second: Mapping[str, Any]) -> None
             f"cannot compare answers to different episodes (benchmark {known[0][:12]} and {known[1][:12]}): evaluate "
             "both with the same simulator.*, data.seed and split"
         )
+    return None not in known
+
+
+UNVERIFIED = "not verified: results of an earlier version do not say which episodes they were made on; evaluate again"
 
 
 def table(result: Mapping[str, Any], names: tuple[str, str]) -> ResultTable:
-    """The comparison for people."""
+    """The comparison for people; `result["verified"]` is what `check_benchmark` said."""
     rows = []
     for name, row in result["metrics"].items():
         decimals = 1 if name == "tool_calls" else 3
@@ -139,5 +146,6 @@ def table(result: Mapping[str, Any], names: tuple[str, str]) -> ResultTable:
         f"{result['episodes']} episodes; brackets: {result['confidence']:.0%} paired bootstrap interval over episodes",
         "p: exact sign test over episode means (with one sample an episode: exact McNemar); ahead:behind: episodes",
     )
+    notes += () if result["verified"] else (UNVERIFIED,)
     columns = (*names, "difference", "p", "ahead:behind")
     return ResultTable(columns, tuple(rows), notes, f"{names[1]} against {names[0]}, the same held-out episodes")

@@ -28,9 +28,9 @@ def command(names: tuple[str, str], run_dir: Path | None, config: EvaluationConf
         raise ConfigError(
             "--compare is for results of `environment.name` ads: the report compares the agents of search"
         )
-    compare.check_benchmark(*summaries)
+    verified = compare.check_benchmark(*summaries)
     records = [store.load_records(run, agent) for run, agent in sides]
-    result = compare.compare(*records, config, seed=seed)
+    result = {**compare.compare(*records, config, seed=seed), "verified": verified}
     labels = _labels(sides)
     table.show(compare.table(result, labels))
     return {"compare": list(labels), **result}

@@ -55,12 +55,12 @@ def fit_rules(
                 interrupt.check()
 
             truths = [(record.cause, record.driver) for record in chosen]
-            found = agents.examples(truths, lambda i: _query(connection, chosen, i), read)
+            found, own = agents.examples(truths, lambda i: _query(connection, chosen, i), read)
         fitted = {}
         for name in FINDERS:
             thresholds, share = rules.fit(found[name])
             interrupt.check()
-            fitted[name] = {"full_attr_on_training": round(share, 4), "thresholds": thresholds}
+            fitted[name] = {"full_attr_on_training": round(share, 4), "thresholds": {**own[name], **thresholds}}
             print(f"{name:14s}FullAttr on {size} training episodes {share:.3f}")
     result = {"fitted": _how(config, size), "agents": fitted}
     with writing(out):

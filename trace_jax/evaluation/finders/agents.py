@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from trace_jax.environments.ads.answer import format_answer
 from trace_jax.environments.ads.environment import AdsEpisode
@@ -11,31 +10,35 @@ from trace_jax.environments.base import Transcript
 from trace_jax.evaluation.finders import adtributor, campaign, contribution, quasi, riskloc, rules, squeeze
 from trace_jax.evaluation.finders.campaign import Campaign, Pair, Rows
 from trace_jax.evaluation.finders.leaves import Element, Leaves, click_rate, pairs
+from trace_jax.simulator.causes import SEGMENT_CAUSES
 
 Query = Callable[[str], Rows]
-Finder = Callable[[Campaign, Query], tuple[Pair, ...] | None]
+Fitted = Mapping[str, float]
+Finder = Callable[[Campaign, Query, Fitted], tuple[Pair, ...] | None]
 
 
 def _in_leaves(find: Callable[[Leaves], Element | None]) -> Finder:
-    return lambda seen, query: pairs(find(click_rate(seen)))
+    return lambda seen, query, fitted: pairs(find(click_rate(seen)))
 
 
 # Which slice segment causes are considered in; None: every one of them, and the best wins.
 FINDERS: Mapping[str, Finder] = {
-    "scan": lambda seen, query: None,
-    "contribution": lambda seen, query: contribution.choose(query(contribution.SQL)),
+    "scan": lambda seen, query, fitted: None,
+    "contribution": lambda seen, query, fitted: contribution.choose(
+        query(contribution.SQL), fitted[contribution.CONCENTRATION]
+    ),
     "adtributor": _in_leaves(adtributor.find),
     "squeeze": _in_leaves(squeeze.find),
     "riskloc": _in_leaves(riskloc.find),
 }
 
 
-def investigate(episode: AdsEpisode, name: str, thresholds: Mapping[str, float]) -> Transcript:
+def investigate(episode: AdsEpisode, name: str, fitted: Fitted) -> Transcript:
     """One finder on one episode. Its tool calls are its queries.
 
     Args:
         name: of `FINDERS`.
-        thresholds: of the shared rules, as they were fitted for this finder.
+        fitted: thresholds of the shared rules, and what else was fitted for this finder.
     """
     steps: list[tuple[str, str]] = []
 
@@ -45,7 +48,7 @@ def investigate(episode: AdsEpisode, name: str, thresholds: Mapping[str, float])
         return rows
 
     seen = campaign.read(query)
-    verdict = rules.decide(rules.scores(quasi.scan(seen)), thresholds, FINDERS[name](seen, query))
+    verdict = rules.decide(rules.scores(quasi.scan(seen)), fitted, FINDERS[name](seen, query, fitted))
     evidence = [f"gain over the next best explanation {verdict.margin:.1f}"]
     return Transcript(steps, format_answer(verdict.cause, verdict.driver, evidence), confidence=verdict.margin)
 
@@ -54,20 +57,29 @@ def examples(
     truths: Sequence[tuple[str, tuple[Pair, ...]]],
     query_of: Callable[[int], Query],
     on_progress: Callable[[int, int], None] | None = None,
-) -> dict[str, list[rules.Example]]:
-    """What every finder's rules are fitted on.
+) -> tuple[dict[str, list[rules.Example]], dict[str, dict[str, float]]]:
+    """What every finder's rules are fitted on, and what was fitted of the finders themselves.
 
     Args:
         truths: cause and driver slice of each training episode.
         query_of: how to query the agent-visible tables of episode i.
     """
-    found: dict[str, list[rules.Example]] = {name: [] for name in FINDERS}
-    for i, (cause, driver) in enumerate(truths):
-        query: Any = query_of(i)
-        seen = campaign.read(query)
-        gains = rules.scores(quasi.scan(seen))
-        for name, finder in FINDERS.items():
-            found[name].append(rules.Example(gains, finder(seen, query), cause, driver))
+    gains, campaigns, tables = [], [], []
+    for i in range(len(truths)):
+        query = query_of(i)
+        campaigns.append(campaign.read(query))
+        gains.append(rules.scores(quasi.scan(campaigns[-1])))
+        tables.append(query(contribution.SQL))
         if on_progress:
             on_progress(i + 1, len(truths))
-    return found
+    local = [i for i, (cause, _) in enumerate(truths) if cause in SEGMENT_CAUSES]
+    share = contribution.fit([tables[i] for i in local], [truths[i][1] for i in local])
+    own = {name: {contribution.CONCENTRATION: share} if name == "contribution" else {} for name in FINDERS}
+    found = {
+        name: [
+            rules.Example(gains[i], finder(campaigns[i], lambda sql, i=i: tables[i], own[name]), *truths[i])
+            for i in range(len(truths))
+        ]
+        for name, finder in FINDERS.items()
+    }
+    return found, own

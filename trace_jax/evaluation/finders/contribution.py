@@ -18,7 +18,8 @@ from itertools import combinations
 from trace_jax.evaluation.finders.campaign import Pair, Rows
 from trace_jax.simulator.vocabulary import ATTRIBUTES, DRIVER_ATTRIBUTES
 
-CONCENTRATION = 0.8  # of a value's excess that one of its parts must carry to be named instead
+CONCENTRATION = "concentration"  # name of the one figure that is fitted: see `choose`
+_GRID = tuple(round(0.5 + 0.05 * i, 2) for i in range(15))
 _SETS = ", ".join(f"({', '.join(c)})" for n in (1, 2) for c in combinations(DRIVER_ATTRIBUTES, n))
 _NAMES = ", ".join(DRIVER_ATTRIBUTES)
 SQL = f"""with s as (select *, ds > (select list_median([min(ds), max(ds)]) from segment_daily) b from segment_daily)
@@ -30,12 +31,24 @@ select {_NAMES}, (i1 / n1 + i2 / n2) / 2 * ((c2 / i2 - c1 / i1) - (r2 - r1)) exc
 _ATTRIBUTE_OF = {value: a for a in DRIVER_ATTRIBUTES for value in ATTRIBUTES[a]}
 
 
-def choose(rows: Rows, concentration: float = CONCENTRATION) -> tuple[Pair, ...]:
+def fit(rows: Sequence[Rows], drivers: Sequence[tuple[Pair, ...]]) -> float:
+    """The concentration that finds most slices, the middle one of several.
+
+    Args:
+        rows: of the query, of training episodes that have a driver slice; drivers: those slices.
+    """
+    right = [sum(set(choose(r, x)) == set(d) for r, d in zip(rows, drivers, strict=True)) for x in _GRID]
+    best = [x for x, n in zip(_GRID, right, strict=True) if n == max(right)]
+    return best[len(best) // 2]
+
+
+def choose(rows: Rows, concentration: float) -> tuple[Pair, ...]:
     """The slice that the rows of the query point at.
 
     Args:
         rows: values of the driver attributes (NULL where a slice leaves one open), then the excess; lowest first.
-        concentration: share of a value's excess from which on a part of it is named.
+        concentration: of a value's excess that one of its parts must carry to be named instead. It may exceed 1: other
+            parts may have moved the other way.
     """
     found = [(tuple(v for v in row[:-1] if v is not None), float(row[-1])) for row in rows]
     single = next(((values, excess) for values, excess in found if len(values) == 1), None)

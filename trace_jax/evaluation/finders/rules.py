@@ -206,8 +206,9 @@ def thresholds(path: str, agent: str) -> dict[str, float]:
 def _stored(path: Path, agent: str) -> dict[str, float]:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))["agents"][agent]["thresholds"]
-        return {name: float(stored[name]) for name in THRESHOLDS}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        fitted = {name: float(value) for name, value in stored.items()}
+        return fitted | {name: fitted[name] for name in THRESHOLDS}  # KeyError where one is missing
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"`evaluation.rules` {path} holds no thresholds for {agent} ({type(error).__name__}): make it with "
             "`trace-jax fit-rules --out FILE`"
