@@ -46,7 +46,10 @@ _ROWS: tuple[tuple[str, str, Score, Where], ...] = (
 def sign_test(ahead: int, behind: int) -> float:
     """Two-sided exact p-value of a split at least as uneven, were either side as likely."""
     n, most = ahead + behind, max(ahead, behind)
-    tail = sum(math.comb(n, k) for k in range(most, n + 1))
+    ways = tail = math.comb(n, most)
+    for k in range(most, n):
+        ways = ways * (n - k) // (k + 1)
+        tail += ways
     return min(1.0, 2 * tail / 2**n)  # whole numbers: exact however many there are
 
 

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -106,13 +106,9 @@ class Conversation:
     usage: Usage = field(default_factory=Usage)
     messages: list[dict[str, Any]] = field(default_factory=list)
 
-    def line(self) -> str:
-        """As one line of JSON."""
-        return json.dumps(asdict(self), default=list)
-
     @staticmethod
-    def of_line(body: dict[str, Any]) -> Conversation:
-        """The inverse. KeyError, TypeError or ValueError if it is none."""
+    def of_body(body: dict[str, Any]) -> Conversation:
+        """The inverse of `dataclasses.asdict`. KeyError, TypeError or ValueError if it is none."""
         found = Conversation(**{**body, "usage": Usage(**body["usage"])})
         kinds = ((found.index, int), (found.sample, int), (found.status, str), (found.info, dict))
         if not all(isinstance(value, kind) for value, kind in kinds):

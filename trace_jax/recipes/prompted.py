@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -85,21 +86,30 @@ def evaluate(
         on_progress(len(done) // config.evaluation.samples, len(environment))
 
     report()
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            if file.tell() and not path.read_text(encoding="utf-8", errors="replace").endswith("\n"):
-                file.write("\n")  # what a crash cut short stays alone on its line
-            missing = [at for at in wanted if at not in done]
-            for talk in attempts(agent, environment, missing, config.endpoint.workers, report):
-                file.write(json.dumps({"key": key, "talk": json.loads(talk.line())}) + "\n")
-                file.flush()
-                done[talk.index, talk.sample] = talk
+    missing = [at for at in wanted if at not in done]
+    if missing:
+        _end_line(path)
+    for talk in attempts(agent, environment, missing, config.endpoint.workers, report):
+        with writing(path), open(path, "ab") as file:
+            file.write(json.dumps({"key": key, "talk": asdict(talk)}, default=list).encode() + b"\n")
+        talk.messages.clear()  # they are in the file now
+        done[talk.index, talk.sample] = talk
     talks = [done[at] for at in wanted]
     record_of = domain_of(config).kind.record_of
     labels = [environment.task(i).labels for i in range(len(environment))]
     records = [record_of(t.index, t.sample, labels[t.index], t.info, t.tool_calls, t.status) for t in talks]
     return records, _usage(talks, config.endpoint)
+
+
+def _end_line(path: Path) -> None:
+    """What a crash cut short stays alone on its line."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
 
 
 def _key(config: RunConfig, environment: Environment) -> str:
@@ -116,19 +126,18 @@ def _field(config: RunConfig, name: str) -> Any:
 
 
 def _load(path: Path, key: str) -> list[Conversation]:
-    """Conversations of an earlier call; lines that are no whole conversation are left out."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            body = json.loads(line)
-            if body["key"] == key:
-                found.append(Conversation.of_line(body["talk"]))
-        except (ValueError, KeyError, TypeError):
-            continue
+    """Conversations of an earlier call, without their messages; lines that are no whole conversation are left out."""
+    found: list[Conversation] = []
+    if not path.exists():
+        return found
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                body = json.loads(line)
+                if body["key"] == key:
+                    found.append(Conversation.of_body({**body["talk"], "messages": []}))
+            except (ValueError, KeyError, TypeError):
+                continue
     return found
 
 
