@@ -18,7 +18,7 @@ TRAINING = ("train", "sft", "grpo")
 FIXED = ("export", "report")  # show a run as it was: no configuration of their own
 ADS_ONLY = ("simulate", "inspect", "play", "certify", "fit-rules")  # look at the advertising world itself
 # Agents without a policy, see `recipes.domain`.
-SCRIPTED = ("analyst", "contribution", "adtributor", "squeeze", "riskloc", "scan", "explorer", "solver")
+SCRIPTED = ("analyst", "contribution", "adtributor", "squeeze", "riskloc", "scan", "ceiling", "explorer", "solver")
 _BENCHES = {
     "sim": "episodes a second of the simulator and of its oracle",
     "tools": "loading of episodes and calls of the agent's tool, against bare DuckDB",
@@ -164,9 +164,9 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
             agents = ("latest", "best", "grpo", "sft", "untrained", *SCRIPTED, "endpoint")
             whose = (
-                "whom to score: a stage of the run, the untrained policy, or an agent without one (of ads the "
-                "analyst, contribution, adtributor, squeeze, riskloc or scan; of search the explorer or the solver), "
-                f"or a prompted model behind an endpoint; {_LATEST}"
+                "whom to score: a stage of the run, the untrained policy, a prompted model behind an endpoint, or one "
+                "without a policy (of ads the analyst, contribution, adtributor, squeeze, riskloc, scan or the ceiling; "
+                f"of search the explorer or the solver); {_LATEST}"
             )
             p.add_argument("--agent", default="latest", choices=agents, help=whose)
             url = "with --agent endpoint: base URL of an OpenAI-compatible interface; same as --endpoint.url"

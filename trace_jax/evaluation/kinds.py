@@ -67,7 +67,7 @@ KINDS: dict[str, Kind] = {
         intervals=metrics.intervals,
         rows=lambda agents: metrics.ROWS,
         agents=("analyst",),
-        rivals=("contribution", "adtributor", "squeeze", "riskloc", "scan"),
+        rivals=("contribution", "adtributor", "squeeze", "riskloc", "scan", "ceiling"),
         headline="FullAttr@1",
         figures=(
             ("FullAttr@1", ("full_attr_at_1",)),

@@ -135,6 +135,8 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
         if agent in domain.scripted:
             scripted, record_of = partial(domain.scripted[agent], config=config), domain.kind.record_of
             records = evaluate_agent(environment, indices, scripted, record_of, seed=config.seed, on_progress=report)
+        elif agent in domain.bounds:
+            records = domain.bounds[agent](environment, config, report)
         elif agent == prompted.AGENT:
             records, usage = prompted.evaluate(work, environment, name, report)
         else:

@@ -18,6 +18,7 @@ from trace_jax.environments.base import Environment, Episode, Task, Transcript
 from trace_jax.environments.capability import Capability
 from trace_jax.environments.search import corpus, explorer
 from trace_jax.environments.search.environment import APART, SearchEnvironment, WorldRange
+from trace_jax.evaluation.ceiling_agent import evaluate_ceiling
 from trace_jax.evaluation.finders import agents as finders
 from trace_jax.evaluation.finders import rules
 from trace_jax.evaluation.kinds import KINDS, Kind
@@ -50,6 +51,7 @@ class Domain:
         environment: (what `draw` gave or a slice of it, configuration) -> these tasks.
         agents: agents without a policy by name, held-out baselines of every run; the first is the SFT teacher.
         rivals: further agents without a policy, scored when asked for.
+        bounds: what no agent can do better than, by name: (environment, configuration, on_progress) -> records.
         mend: what to change when the teacher is hardly ever right; None: wrong transcripts are lessons, too.
         atoms: words that the tokenizer keeps as single pieces.
         kind: how answers are measured and shown.
@@ -69,6 +71,7 @@ class Domain:
     capabilities: tuple[Capability, ...] = ()
     worlds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     rivals: Mapping[str, Agent] = field(default_factory=dict)
+    bounds: Mapping[str, Callable[[Any, RunConfig, Callable[[int, int], Any]], list[Any]]] = field(default_factory=dict)
 
     @property
     def scripted(self) -> Mapping[str, Agent]:
@@ -193,7 +196,8 @@ DOMAINS: dict[str, Domain] = {
         lesson=_analyst_lesson,
         capabilities=CAPABILITIES,
         worlds={name: world.types for name, world in WORLDS.items()},
-        rivals={name: _finder(name) for name in KINDS["ads"].rivals},
+        rivals={name: _finder(name) for name in finders.FINDERS},
+        bounds={"ceiling": evaluate_ceiling},
     ),
     "search": Domain(
         split=_search_split,
@@ -207,7 +211,7 @@ DOMAINS: dict[str, Domain] = {
         lesson=_search_lesson,
     ),
 }
-SCRIPTED = tuple(name for domain in DOMAINS.values() for name in domain.scripted)
+SCRIPTED = tuple(name for domain in DOMAINS.values() for name in (*domain.scripted, *domain.bounds))
 
 
 def domain_of(config: RunConfig) -> Domain:
@@ -221,7 +225,7 @@ def check_agent(config: RunConfig, agent: str) -> None:
     Raises:
         ConfigError: names the agents of this one.
     """
-    own = domain_of(config).scripted
+    own = {**domain_of(config).scripted, **domain_of(config).bounds}
     if agent in SCRIPTED and agent not in own:
         raise ConfigError(
             f"--agent {agent} does not know the tools of `environment.name` {config.environment.name}: "

@@ -32,6 +32,11 @@ class AdsEnvironment:
     def __len__(self) -> int:
         return len(self._episodes)
 
+    @property
+    def episodes(self) -> EpisodeSet:
+        """The episodes with their labels: for those who judge, never for an agent."""
+        return self._episodes
+
     def identity(self) -> str:
         """Hash of the episodes (`warehouse.identity`); how questions are worded has no part in it."""
         return identity.sha256(self._episodes)

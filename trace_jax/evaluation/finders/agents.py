@@ -23,13 +23,13 @@ def _in_leaves(find: Callable[[Leaves], Element | None]) -> Finder:
 
 # Which slice segment causes are considered in; None: every one of them, and the best wins.
 FINDERS: Mapping[str, Finder] = {
-    "scan": lambda seen, query, fitted: None,
     "contribution": lambda seen, query, fitted: contribution.choose(
         query(contribution.SQL), fitted[contribution.CONCENTRATION]
     ),
     "adtributor": _in_leaves(adtributor.find),
     "squeeze": _in_leaves(squeeze.find),
     "riskloc": _in_leaves(riskloc.find),
+    "scan": lambda seen, query, fitted: None,
 }
 
 
