@@ -165,7 +165,7 @@ def build() -> argparse.ArgumentParser:
             agents = ("latest", "best", "grpo", "sft", "untrained", *SCRIPTED, "endpoint")
             whose = (
                 "whom to score: a stage of the run, the untrained policy, a prompted model behind an endpoint, or one "
-                "without a policy (of ads the analyst, contribution, adtributor, squeeze, riskloc, scan or the ceiling; "
+                "without a policy (of ads the analyst, contribution, adtributor, squeeze, riskloc, scan or ceiling; "
                 f"of search the explorer or the solver); {_LATEST}"
             )
             p.add_argument("--agent", default="latest", choices=agents, help=whose)
