@@ -60,6 +60,8 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
             if agent == prompted.AGENT:
                 changed = [name for name in changed if not name.startswith("endpoint.")]
             _check_changes(stored, config, changed, split)
+            if "evaluation.rules" in changed and agent not in domain_of(config).rivals:
+                raise ConfigError(f"`evaluation.rules` has no part in what {agent} does: leave it out")
             run = RunDirectory.open(run_dir)
             run.config = config if agent != prompted.AGENT else prompted.worded(config)
         with run, Interrupt() as interrupt:
@@ -96,7 +98,7 @@ def name_of(agent: str, split: str, changes: Mapping[str, Any]) -> str:
     if split == "test" and not changes and (agent in AGENTS or agent.startswith(f"{prompted.AGENT}-")):
         return agent
     parts = [agent, *([split] if split != "test" else []), *(f"{k}={v}" for k, v in sorted(changes.items()))]
-    name = ",".join(parts)
+    name = ",".join(parts).replace("/", "_")  # a path may be among the changes
     return OTHER + (name if len(name) <= 120 else f"{name[:110]}~{zlib.crc32(name.encode()):08x}")
 
 

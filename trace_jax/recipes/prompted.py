@@ -43,6 +43,9 @@ def prepare(run_dir: Path | None, config: RunConfig) -> tuple[Path, RunConfig]:
     for name, flag in (("url", "--endpoint"), ("model", "--model")):
         if not getattr(config.endpoint, name):
             raise ConfigError(f"eval --agent endpoint needs `endpoint.{name}`: give it with {flag}")
+    for name, off in (("top_k", 0), ("min_p", 0.0)):
+        if getattr(config.evaluation, name) != off:
+            raise ConfigError(f"`evaluation.{name}` is no part of the chat-completions interface: leave it out")
     run_dir = run_dir or Path("runs") / name_of(config)
     if not (run_dir / "config.yaml").exists():
         # Which endpoint is asked is no part of a run: others may be evaluated in it.
