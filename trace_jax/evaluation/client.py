@@ -56,7 +56,7 @@ class Server:
         url: base URL, such as http://localhost:8000/v1.
         key_variable: environment variable that holds the key; unset: requests carry none.
         timeout: seconds of one request. retries: of a request that failed or whose reply cannot be read.
-        section: of the configuration, for messages.
+        section, url_field: where the configuration has the URL, for messages.
         kept: what is not lost when the endpoint cannot be reached, for messages.
     """
 
