@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from trace_jax import cli
 from trace_jax.config import ConfigError, EvaluationConfig
 from trace_jax.evaluation import compare, metrics, reliability, store
 from trace_jax.recipes import compare as recipe
@@ -168,3 +169,20 @@ def test_the_command_compares_runs_and_agents(tmp_path, capsys):
     for wrong in (("sft", "nobody"), (f"{a}:nobody", str(b)), (str(tmp_path), str(b))):
         with pytest.raises(ConfigError):
             recipe.command(wrong, a, CONFIG, 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["eval", "--compare", "nowhere", "nothing"], "--compare nowhere"),
+        (["eval", "--compare", "one"], "expected 2 arguments"),
+        (["eval", "--agent", "endpoint", "--endpoint", "http://localhost:1/v1"], "--model"),
+        (["eval", "--agent", "endpoint", "--endpoint", "localhost", "--model", "m"], "http://"),
+        (["eval", "--agent", "scan", "--model", "m"], "--agent endpoint"),
+        (["fit-rules", "--episodes", "3"], "at least 50"),
+    ],
+)
+def test_bad_usage_is_one_line(argv, part, capsys):
+    assert cli.main(argv) == 2
+    told = capsys.readouterr().err
+    assert part in told and told.count("\n") == 1

@@ -104,7 +104,6 @@ def _capability(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
     if args.action == "run":
         return capability_run.command(args.run_dir, args.overrides, seeds=args.seeds, rollouts=args.rollouts)
-
     if args.action == "route":
         return routing.route(args.run_dir, config, split=args.split, out=args.out)
     if args.action == "eval":
@@ -369,7 +368,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Interrupted as stop:
         again = [*argv, *(["--resume"] if command_of(argv) == "simulate" and "--resume" not in argv else [])]
-        verb = "continue" if command_of(argv) in (*TRAINING, "simulate", "reproduce", "capability") else "start again"
+        goes_on = command_of(argv) in (*TRAINING, "simulate", "reproduce", "capability") or "endpoint" in argv
+        verb = "continue" if goes_on else "start again"
         print(f"interrupted; {verb} with: {stop.resume or shlex.join(['trace-jax', *again])}", file=sys.stderr)
         return stop.status
     except KeyboardInterrupt:
