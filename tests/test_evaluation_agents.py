@@ -11,11 +11,14 @@ from trace_jax.config import ConfigError, EnvironmentConfig, EvaluationConfig, R
 from trace_jax.environments.ads.answer import format_answer
 from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.evaluation import metrics
-from trace_jax.evaluation.baselines import evaluate_analyst
+from trace_jax.evaluation.baselines import evaluate_agent, evaluate_analyst
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
+from trace_jax.evaluation.finders import agents as finders
+from trace_jax.evaluation.finders import rules
 from trace_jax.policy.chat import Turn
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.simulator.accepted import accepted_episodes
+from trace_jax.warehouse.database import QueryError
 from trace_jax.warehouse.splits import EpisodeSet
 
 COMPOSITION = {
@@ -138,3 +141,23 @@ def test_analyst_is_reproducible_and_knows_only_what_its_tool_says(environment):
     assert [(r.predicted, r.tool_calls, r.cause_right) for r in blind] == [
         (r.predicted, r.tool_calls, r.cause_right) for r in first
     ]
+
+
+@pytest.mark.parametrize("name", sorted(finders.FINDERS))
+def test_finders_are_graded_like_any_agent(environment, name):
+    """Their answers parse exactly, follow from the tables alone, and the scan is right on most accepted episodes."""
+    thresholds = rules.thresholds("", name)
+
+    def agent(episode, task, rng):
+        return finders.investigate(episode, name, thresholds)
+
+    records, again = (evaluate_agent(environment, range(len(environment)), agent, metrics.record_of) for _ in range(2))
+    assert records == again and all(r.parsed and r.exact_parsed and r.status == "finished" for r in records)
+    assert all(r.tool_calls == 2 + (name == "contribution") and r.confidence > 0 for r in records)
+    if name == "scan":
+        assert sum(r.full_right for r in records) >= 7
+
+
+def test_hidden_tables_are_out_of_a_finders_reach(environment):
+    with environment.open(environment.task(0)) as episode, pytest.raises(QueryError, match="gt_episode"):
+        episode.query("select * from gt_episode")

@@ -5,12 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trace_jax.config import SimulatorConfig
+from trace_jax.config import EnvironmentConfig, RunConfig, SimulatorConfig
+from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.evaluation import ceiling, ceiling_table, likelihood
+from trace_jax.evaluation.ceiling_agent import evaluate_ceiling
 from trace_jax.simulator import slices
 from trace_jax.simulator.causes import CAUSE_INDEX, CAUSE_NAMES
 from trace_jax.simulator.difficulty import params_of
 from trace_jax.simulator.stream import paper_composition, propose
+from trace_jax.warehouse.splits import EpisodeSet
 
 CONFIG = SimulatorConfig(batch=64)
 PARAMS = params_of(CONFIG)
@@ -216,3 +219,12 @@ def test_table_counts_every_proposal_once_in_each_section(proposals):
     one = by_cause["CREATIVE_FATIGUE"]
     mask = np.asarray(verdict.accept) & (batch.cause == CAUSE_INDEX["CREATIVE_FATIGUE"])
     assert one["accepted_full"] == pytest.approx(ceiling_table.correct(diagnosis, batch)[mask].mean())
+
+
+def test_its_answers_in_record_form(proposals):
+    """Graded by the environment they are what `ceiling_table.correct` counts."""
+    batch, verdict, diagnosis = proposals
+    environment = AdsEnvironment(EpisodeSet(batch, verdict, "test"), EnvironmentConfig())
+    records = evaluate_ceiling(environment, RunConfig(simulator=CONFIG), lambda done, total: None)
+    assert [r.full_right for r in records] == ceiling_table.correct(diagnosis, batch).tolist()
+    assert all(r.exact_parsed and r.tool_calls == 0 and 0 <= r.confidence <= 1 + 1e-6 for r in records)

@@ -103,4 +103,5 @@ def test_every_table_knows_the_same_environments_and_agents():
     assert all(
         tuple(row.agents) == KINDS[name].agents and row.kind is KINDS[name] for name, row in domain.DOMAINS.items()
     )
+    assert all((*row.rivals, *row.bounds) == KINDS[name].rivals for name, row in domain.DOMAINS.items())
     assert domain.SCRIPTED == cli_parser.SCRIPTED

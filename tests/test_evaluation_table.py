@@ -49,7 +49,8 @@ def test_columns_stand_in_training_order_with_the_paper_last():
     assert cells["FullAttr@1"][1] == "0.600 [0.600, 0.600]"
     assert [label for label, _ in built.rows] == [
         "Cause@1", "FullAttr@1", "FullAttr@5", "Jaccard (cause right)", "campaign", "mix", "segment 1-D", "segment 2-D",
-        "no-signal", "parsed", "tool calls",
+        "no-signal", "parsed", "tool calls", "right per tool call", "strict FullAttr@1", "voted FullAttr",
+        "calibration error", "right at 80% coverage",
     ]  # fmt: skip
     assert any("own environment" in note for note in built.notes)
     assert any("20 held-out episodes" in note for note in built.notes)
@@ -68,5 +69,5 @@ def test_rich_table_prints_every_row():
     out = io.StringIO()
     Console(file=out, width=200).print(table.rich_table(table.build({"sft": summary(0.6)}, intervals=False)))
     text = out.getvalue()
-    assert all(label in text for label, _, _ in table.ROWS) and "0.757" in text
+    assert all(label in text for label, _, _ in metrics.ROWS) and "0.757" in text
     assert "[" not in text.split("FullAttr@1", 2)[-1].split("\n")[0]

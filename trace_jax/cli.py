@@ -37,15 +37,7 @@ _MEMORY = (
 )
 _STOPPABLE = (
     *TRAINING,
-    "reproduce",
-    "eval",
-    "capability",
-    "import",
-    "export",
-    "simulate",
-    "inspect",
-    "play",
-    "certify",
+    *("reproduce", "eval", "capability", "import", "export", "simulate", "inspect", "play", "certify", "fit-rules"),
 )
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -100,8 +92,10 @@ def _train(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]
 
 
 def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
-    from trace_jax.recipes import assess
+    from trace_jax.recipes import assess, compare
 
+    if args.compare:
+        return compare.command(tuple(args.compare), args.run_dir, config.evaluation, config.seed)
     return assess.command(args.run_dir, config, agent=args.agent, split=args.split)
 
 
@@ -110,7 +104,6 @@ def _capability(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
     if args.action == "run":
         return capability_run.command(args.run_dir, args.overrides, seeds=args.seeds, rollouts=args.rollouts)
-
     if args.action == "route":
         return routing.route(args.run_dir, config, split=args.split, out=args.out)
     if args.action == "eval":
@@ -142,6 +135,12 @@ def _certify(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax.recipes import certify
 
     return certify.certify(config, args.out, args.episodes)
+
+
+def _fit_rules(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax.recipes import fit_rules
+
+    return fit_rules.fit_rules(config, args.out, episodes=args.episodes, run_dir=args.run_dir)
 
 
 def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
@@ -217,6 +216,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "capability": _capability,
     "import": _import,
     "export": _export,
+    "fit-rules": _fit_rules,
     "bench": _bench,
     "reproduce": _reproduce,
     "report": _report,
@@ -275,6 +275,7 @@ def _short(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> li
     """The fields that commands have short flags for. ConfigError if the field itself is given another value."""
     found = []
     fields = {"seed": "data.seed", "difficulty": "simulator.difficulty", "style": "environment.prompt"}
+    fields |= {"endpoint": "endpoint.url", "model": "endpoint.model"}
     for flag, field in fields.items():
         value = getattr(args, field.replace(".", "_"), None)
         if value is None:
@@ -301,7 +302,7 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     """The run whose configuration a command starts from, None for commands that begin with none."""
     if args.command in ("simulate", "inspect", "certify", "bench"):
         return None
-    if args.command == "play":
+    if args.command in ("play", "fit-rules"):
         return args.run_dir
     if args.command == "reproduce":
         return args.init
@@ -309,6 +310,8 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     continues = args.command in ("grpo", "eval", "capability", "export", "report") or args.resume
     run = init or (args.run_dir if continues else None)
     needs_one = getattr(args, "agent", None) not in SCRIPTED and not getattr(args, "dry_run", False)
+    if getattr(args, "compare", None) or (args.command == "eval" and args.agent == "endpoint"):
+        return run if run is not None and (run / "config.yaml").is_file() else None
     if run is None and continues and needs_one:
         raise ConfigError("which run? give its directory with --run-dir")
     return run
@@ -365,7 +368,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Interrupted as stop:
         again = [*argv, *(["--resume"] if command_of(argv) == "simulate" and "--resume" not in argv else [])]
-        verb = "continue" if command_of(argv) in (*TRAINING, "simulate", "reproduce", "capability") else "start again"
+        goes_on = command_of(argv) in (*TRAINING, "simulate", "reproduce", "capability") or "endpoint" in argv
+        verb = "continue" if goes_on else "start again"
         print(f"interrupted; {verb} with: {stop.resume or shlex.join(['trace-jax', *again])}", file=sys.stderr)
         return stop.status
     except KeyboardInterrupt:

@@ -16,8 +16,9 @@ from trace_jax.recipes.tracking import SERVICES
 
 TRAINING = ("train", "sft", "grpo")
 FIXED = ("export", "report")  # show a run as it was: no configuration of their own
-ADS_ONLY = ("simulate", "inspect", "play", "certify")  # look at the advertising world itself
-SCRIPTED = ("analyst", "explorer", "solver")  # agents without a policy, see `recipes.domain`
+ADS_ONLY = ("simulate", "inspect", "play", "certify", "fit-rules")  # look at the advertising world itself
+# Agents without a policy, see `recipes.domain`.
+SCRIPTED = ("analyst", "contribution", "adtributor", "squeeze", "riskloc", "scan", "ceiling", "explorer", "solver")
 _BENCHES = {
     "sim": "episodes a second of the simulator and of its oracle",
     "tools": "loading of episodes and calls of the agent's tool, against bare DuckDB",
@@ -48,6 +49,7 @@ COMMANDS = {
     "sft": "the recipe up to the end of supervised fine-tuning",
     "grpo": "GRPO, in a run whose SFT is done or in a new one from its policy (--init)",
     "eval": "score a run's policy or a baseline on held-out episodes",
+    "fit-rules": "fit the rules of the baselines contribution to scan on the training split",
     "capability": "find what a policy lacks: contrast of failed and passed attempts",
     "import": "begin a run with an open checkpoint: Hugging Face layout (safetensors), or a GGUF file",
     "export": "write a run's policy in Hugging Face layout (safetensors), or its adapters for PEFT",
@@ -160,12 +162,27 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--run-dir", type=Path, metavar="DIR", help="a run whose policy's answers are shown, too")
         if name == "eval":
             p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
-            agents = ("latest", "best", "grpo", "sft", "untrained", *SCRIPTED)
+            agents = ("latest", "best", "grpo", "sft", "untrained", *SCRIPTED, "endpoint")
             whose = (
-                "whom to score: a stage of the run, the untrained policy, or an agent without one (the analyst of ads, "
-                f"the explorer or the solver of search); {_LATEST}"
+                "whom to score: a stage of the run, the untrained policy, a prompted model behind an endpoint, or one "
+                "without a policy (of ads the analyst, contribution, adtributor, squeeze, riskloc, scan or ceiling; "
+                f"of search the explorer or the solver); {_LATEST}"
             )
             p.add_argument("--agent", default="latest", choices=agents, help=whose)
+            url = "with --agent endpoint: base URL of an OpenAI-compatible interface; same as --endpoint.url"
+            p.add_argument("--endpoint", dest="endpoint_url", metavar="URL", help=url)
+            model = "with --agent endpoint: its name there; same as --endpoint.model"
+            p.add_argument("--model", dest="endpoint_model", metavar="NAME", help=model)
+            pair = (
+                "instead: the second against the first, on the same episodes and from stored results; each is a run "
+                "directory, RUN:AGENT, or an agent of --run-dir"
+            )
+            p.add_argument("--compare", nargs=2, metavar=("A", "B"), help=pair)
+        if name == "fit-rules":
+            p.add_argument("--out", type=Path, default=Path("rules.json"), metavar="FILE", help="default: rules.json")
+            p.add_argument("--episodes", type=_count, metavar="N", help="so many of the training split (default: all)")
+            kept = "a run whose configuration and training split to use"
+            p.add_argument("--run-dir", type=Path, metavar="DIR", help=kept)
         if name == "bench":
             p.formatter_class = argparse.RawDescriptionHelpFormatter
             p.description = f"{text}\n\nKIND is one of\n" + "".join(f"  {k:9s}{t}\n" for k, t in _BENCHES.items())

@@ -299,6 +299,7 @@ class EvaluationConfig:
     min_p: float = 0.0
     bootstrap: int = 2000  # resamples for the confidence intervals
     confidence: float = 0.95
+    rules: str = ""  # thresholds of the baselines' rules, a file of `trace-jax fit-rules`; "": those that come with it
 
 
 @dataclass(frozen=True)
@@ -317,6 +318,25 @@ class CapabilityConfig:
     timeout_seconds: float = 120.0  # of one request
     retries: int = 5  # of a request that failed, and of a reply that cannot be read
     workers: int = 4  # requests under way
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """A prompted model behind an OpenAI-compatible interface, for `eval --agent endpoint`. Limits are the paper's."""
+
+    url: str = ""  # its base URL, such as http://localhost:8000/v1
+    model: str = ""
+    key_variable: str = "OPENAI_API_KEY"  # environment variable with its key; unset: requests carry none
+    protocol: str = "tools"  # "tools" of chat completions | "text": calls are fenced blocks in the model's text
+    max_turns: int = 30  # assistant turns including the answer
+    max_turn_tokens: int = 2048  # of one reply
+    context: int = 32768  # tokens of a conversation, as the endpoint counts them
+    tokens_field: str = "max_tokens"  # how the endpoint calls the limit of a reply, e.g. "max_completion_tokens"
+    price_in: float = 0.0  # of a million tokens read and written, for the cost; 0: not known
+    price_out: float = 0.0
+    timeout_seconds: float = 300.0  # of one request
+    retries: int = 8  # of a request that failed, and of a reply that cannot be read
+    workers: int = 4  # conversations under way
 
 
 @dataclass(frozen=True)
@@ -351,6 +371,7 @@ class RunConfig:
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     capability: CapabilityConfig = field(default_factory=CapabilityConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     keep_checkpoints: int = 3
     save_in_background: bool = True  # training goes on while a checkpoint is written

@@ -32,6 +32,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grpo.weight_sync": ("between", "in_flight"),
     "grpo.turn_credit.form": ("log_ratio", "raw_delta", "remaining_gap", "remaining_gap_initial"),
     "capability.labeller": ("programmatic", "endpoint"),
+    "endpoint.protocol": ("tools", "text"),
+    "endpoint.tokens_field": ("max_tokens", "max_completion_tokens"),
     "grpo.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"),
 }
 
@@ -167,14 +169,14 @@ RANGES: dict[str, tuple[Any, float]] = {
     "evaluation.min_p": (0, 1),
     "evaluation.bootstrap": (1, 10**5),
     "evaluation.confidence": (0.5, 0.9999),
-    "capability.runs": (1, 1000),
-    "capability.keep": (1, 1000),
-    "capability.coverage": (0, 1),
-    "capability.gap": (0, 1),
+    **{f"capability.{n}": (1, 1000) for n in ("runs", "keep")},
+    **{f"capability.{n}": (0, 1) for n in ("coverage", "gap")},
     "capability.temperature": (0, 100),
-    "capability.timeout_seconds": (">0", 86400),
-    "capability.retries": (0, 100),
-    "capability.workers": (1, 256),
+    **{f"endpoint.{n}": (1, _COUNT) for n in ("max_turns", "max_turn_tokens", "context")},
+    **{f"endpoint.{n}": (0, 1e6) for n in ("price_in", "price_out")},
+    **{f"{s}.timeout_seconds": (">0", 86400) for s in ("capability", "endpoint")},
+    **{f"{s}.retries": (0, 100) for s in ("capability", "endpoint")},
+    **{f"{s}.workers": (1, 256) for s in ("capability", "endpoint")},
     "mesh.fsdp": (1, 65536),
     "mesh.tensor": (1, 65536),
     "mesh.expert": (1, 65536),
@@ -285,10 +287,11 @@ def _capability(c: RunConfig) -> None:
             bool(value) and not asked,
             f"`capability.{name}` is `{shown(value)}`, but labels are computed: set `capability.labeller` to endpoint",
         )
-    _refuse(
-        asked and not re.match(r"https?://[^\s/]+", found.endpoint),
-        f"`capability.endpoint` is `{shown(found.endpoint)}`: give a URL that begins with http:// or https://",
-    )
+    for name, url in (("capability.endpoint", found.endpoint), ("endpoint.url", c.endpoint.url)):
+        _refuse(
+            bool(url) and not re.match(r"https?://[^\s/]+", url),
+            f"`{name}` is `{shown(url)}`: give a URL that begins with http:// or https://",
+        )
 
 
 def require_environment(config: RunConfig, name: str, what: str) -> None:

@@ -7,12 +7,8 @@ costs nothing. Only the standard library is used.
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
-import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -23,10 +19,9 @@ from jaxtyping import Int
 
 from trace_jax.config import CapabilityConfig, ConfigError
 from trace_jax.environments.capability import Attempt, Capability, Label
+from trace_jax.evaluation.client import Client, Server, Unreadable, message_of
 
 SHOWN = 4000  # characters of a call or result that the model is shown; the middle of a longer one is left out
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before a request is repeated; each time twice as long
-_PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # states of a server that pass
 
 _INSTRUCTIONS = """You label one attempt of an agent at a task, for each capability of a list. For each decide:
 NA: the task does not call for it, or nothing shows whether it is there. PRESENT: called for and shown. LACKING: called
@@ -36,10 +31,6 @@ Capabilities
 {capabilities}
 
 Reply with one JSON object and nothing else: a key for each capability, "NA", "PRESENT" or "LACKING" as its value."""
-
-
-class Unreadable(ValueError):
-    """A reply that does not hold the labels."""
 
 
 def prompt(attempt: Attempt, capabilities: Sequence[Capability]) -> list[dict[str, str]]:
@@ -82,10 +73,17 @@ class Endpoint:
     """
 
     def __init__(self, config: CapabilityConfig, *, sleep: Callable[[float], Any] | None = None):
-        self.closing = threading.Event()
-        self._config, self._sleep = config, sleep or self.closing.wait
-        self._key = os.environ.get(config.key_variable, "")
-        self._url = config.endpoint.rstrip("/") + "/chat/completions"
+        server = Server(
+            url=config.endpoint,
+            key_variable=config.key_variable,
+            timeout=config.timeout_seconds,
+            retries=config.retries,
+            section="capability",
+            url_field="endpoint",
+            kept="labels",
+        )
+        self._config, self._client = config, Client(server, sleep=sleep)
+        self.closing = self._client.closing
 
     def ask(self, messages: Sequence[dict[str, str]], capabilities: Sequence[Capability], run: int) -> list[Label]:
         """Labels of one attempt in one run.
@@ -95,61 +93,12 @@ class Endpoint:
             ConfigError: the endpoint refuses, or could not be reached however often it was tried.
         """
         body = {"model": self._config.model, "messages": list(messages), "temperature": self._config.temperature}
-        last: Exception | None = None
-        for attempt in range(self._config.retries + 1):
+
+        def request(attempt: int) -> dict[str, Any]:
             # A reply that could not be read is asked for with another seed: the same one would give the same again.
-            request = body | {"seed": run * (self._config.retries + 1) + attempt}
-            try:
-                return parse(self._post(request), capabilities)
-            except Unreadable as error:
-                last = error
-                continue
-            except urllib.error.HTTPError as error:
-                if error.code not in _PASSING:
-                    raise ConfigError(self._refusal(error)) from None
-                last, wait = error, _asked_to_wait(error)
-            except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out, half a reply
-                last, wait = error, None
-            if self.closing.is_set():
-                break
-            if attempt < self._config.retries:
-                self._sleep(min(LONGEST_WAIT, wait if wait is not None else FIRST_WAIT * 2**attempt))
-        if isinstance(last, Unreadable):
-            raise last
-        reason = getattr(last, "reason", None) or last
-        raise ConfigError(
-            f"`capability.endpoint` {self._config.endpoint} did not answer after {self._config.retries + 1} tries "
-            f"({reason}): mend that and give the command again, labels so far are kept"
-        )
+            return body | {"seed": run * (self._config.retries + 1) + attempt}
 
-    def _post(self, body: dict[str, Any]) -> str:
-        headers = {"Content-Type": "application/json", "User-Agent": "trace-jax"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self._config.timeout_seconds) as reply:
-            raw = reply.read()
-        try:
-            return str(json.loads(raw)["choices"][0]["message"]["content"])
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise Unreadable(f"no chat completion: {raw[:80]!r}") from error
-
-    def _refusal(self, error: urllib.error.HTTPError) -> str:
-        mends = {
-            401: f"put a valid key into ${self._config.key_variable}, or its name into `capability.key_variable`",
-            403: f"put a key that may use the model into ${self._config.key_variable}",
-            404: "check `capability.endpoint` (it ends in /v1 as a rule) and `capability.model`",
-        }
-        mend = mends.get(error.code, "check `capability.endpoint` and `capability.model`")
-        return f"`capability.endpoint` {self._config.endpoint} refuses ({error.code} {error.reason}): {mend}"
-
-
-def _asked_to_wait(error: urllib.error.HTTPError) -> float | None:
-    """Seconds that a Retry-After header asks for."""
-    try:
-        return max(0.0, float(error.headers.get("Retry-After", "")))
-    except ValueError:
-        return None
+        return self._client.ask(request, lambda reply: parse(str(message_of(reply).get("content")), capabilities))
 
 
 class Cache:

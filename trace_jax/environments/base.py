@@ -58,10 +58,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Transcript:
-    """An investigation: (code, observation text) of each tool call, and the final answer's text."""
+    """An investigation: (code, observation text) of each tool call, and the final answer's text.
+
+    Attributes:
+        confidence: how sure the agent is, in a unit of its own of which only the order counts; None: it does not say.
+    """
 
     steps: list[tuple[str, str]]
     answer: str
+    confidence: float | None = None
 
 
 class Episode(Protocol):

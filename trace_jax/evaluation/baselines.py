@@ -43,7 +43,8 @@ def evaluate_agent(
             finally:
                 episode.close()
             calls = len(transcript.steps)
-            records.append(record_of(task.index, sample, task.labels, reward.info, calls, "finished"))
+            sure = transcript.confidence
+            records.append(record_of(task.index, sample, task.labels, reward.info, calls, "finished", confidence=sure))
         if on_progress is not None:
             on_progress(done, len(indices))
     return records

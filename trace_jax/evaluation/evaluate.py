@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from trace_jax.config import ConfigError, EvaluationConfig, RolloutConfig
 from trace_jax.environments.base import Environment
 from trace_jax.evaluation import metrics
@@ -68,4 +70,18 @@ def evaluate_policy(
 
 def records_of(trajectories: Sequence[Trajectory], record_of: Callable[..., Any] = metrics.record_of) -> list[Any]:
     """Records of collected trajectories, made by `record_of` of their kind."""
-    return [record_of(t.task_index, t.sample, t.labels, t.info, t.tool_calls, t.status) for t in trajectories]
+    return [
+        record_of(t.task_index, t.sample, t.labels, t.info, t.tool_calls, t.status, confidence=answer_confidence(t))
+        for t in trajectories
+    ]
+
+
+def answer_confidence(trajectory: Trajectory) -> float | None:
+    """Mean log-probability of the answer's tokens under the distribution they were drawn from.
+
+    None without an answer, or where tokens were not drawn (greedy decoding)."""
+    last = trajectory.loss_mask & (trajectory.turn_index == len(trajectory.versions) - 1)
+    if trajectory.answer is None or not last.any():
+        return None
+    mean = float(trajectory.logprobs[last].mean())
+    return mean if np.isfinite(mean) else None

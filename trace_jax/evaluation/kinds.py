@@ -22,7 +22,8 @@ class Kind:
         summarise, difference: result of one agent; second minus first agent on the same episodes.
         intervals: (name, interval) of everything in a result.
         rows: of a table of agents.
-        agents: names of its agents without a policy.
+        agents: names of its agents without a policy that every run scores.
+        rivals: names of those that are scored when asked for.
         headline: name of the main metric.
         figures: (label, path into a result) of the page's large numbers.
         breakdown: title, and entry of a result with the main metric by category; None: none beyond the table.
@@ -40,6 +41,7 @@ class Kind:
     intervals: Callable[[Mapping[str, Any]], Iterator[tuple[str, Any]]]
     rows: Callable[[Mapping[str, Mapping[str, Any]]], tuple[Row, ...]]
     agents: tuple[str, ...]
+    rivals: tuple[str, ...]
     headline: str
     figures: tuple[tuple[str, tuple[str, ...]], ...]
     breakdown: tuple[str, str] | None
@@ -65,6 +67,7 @@ KINDS: dict[str, Kind] = {
         intervals=metrics.intervals,
         rows=lambda agents: metrics.ROWS,
         agents=("analyst",),
+        rivals=("contribution", "adtributor", "squeeze", "riskloc", "scan", "ceiling"),
         headline="FullAttr@1",
         figures=(
             ("FullAttr@1", ("full_attr_at_1",)),
@@ -88,6 +91,7 @@ KINDS: dict[str, Kind] = {
         intervals=search_metrics.intervals,
         rows=search_metrics.rows,
         agents=("explorer", "solver"),
+        rivals=(),
         headline="Right@1",
         figures=(
             ("Right@1", ("right_at_1",)),

@@ -15,10 +15,11 @@ from jaxtyping import Float, Int
 
 from trace_jax.config import ConfigError, EvaluationConfig
 from trace_jax.evaluation.bootstrap import at_k, interval, paired, resample_counts
+from trace_jax.evaluation.reliability import SELECTIVE, reliability
 from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES, NO_SIGNAL, SEGMENT_CAUSES
 
 # (label, path into the result of `summarise`, decimals)
-ROWS: tuple[tuple[str, tuple[str, ...], int], ...] = (
+PAPER_ROWS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("Cause@1", ("cause_at_1",), 3),
     ("FullAttr@1", ("full_attr_at_1",), 3),
     ("FullAttr@5", ("full_attr_at_5",), 3),
@@ -30,6 +31,14 @@ ROWS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("no-signal", ("no_signal",), 3),
     ("parsed", ("parsed",), 3),
     ("tool calls", ("tool_calls",), 1),
+)
+ROWS = (
+    *PAPER_ROWS,
+    ("right per tool call", ("extra", "efficiency", "right_per_call"), 3),
+    ("strict FullAttr@1", ("extra", "strict", "full_attr_at_1"), 3),
+    ("voted FullAttr", ("extra", "voted"), 3),
+    ("calibration error", ("extra", "calibration", "error"), 3),
+    (f"right at {SELECTIVE:.0%} coverage", ("extra", "abstention", "selective"), 3),
 )
 UNPARSED = "UNPARSED"  # last column of the confusion matrix: no readable answer
 
@@ -50,10 +59,19 @@ class EvalRecord:
     status: str  # Trajectory.status
     predicted: str | None = None  # root cause of the answer; None when it did not parse
     exact_parsed: bool = False  # the exact-schema parser read it too (sensitivity analysis)
+    driver: str | None = None  # slice that the answer gives to a segment cause, "attribute=value & attribute=value"
+    confidence: float | None = None  # how sure the agent was, in a unit of its own (`Transcript.confidence`)
 
 
 def record_of(
-    index: int, sample: int, labels: Mapping[str, Any], info: Mapping[str, Any], tool_calls: int, status: str
+    index: int,
+    sample: int,
+    labels: Mapping[str, Any],
+    info: Mapping[str, Any],
+    tool_calls: int,
+    status: str,
+    *,
+    confidence: float | None = None,
 ) -> EvalRecord:
     """One graded answer. An investigation without an answer has an empty `info`: not parsed, nothing right."""
     return EvalRecord(
@@ -69,6 +87,8 @@ def record_of(
         status=status,
         predicted=info.get("cause"),
         exact_parsed=bool(info.get("exact_parsed", False)),
+        driver=info.get("driver"),
+        confidence=confidence,
     )
 
 
@@ -88,16 +108,24 @@ class _Table:
     jaccard_count: Int[np.ndarray, " E"]
 
 
-def _fold(records: Sequence[EvalRecord]) -> _Table:
-    by_episode: dict[int, list[EvalRecord]] = defaultdict(list)
-    for r in records:
-        by_episode[r.index].append(r)
-    groups = [by_episode[i] for i in sorted(by_episode)]
+def by_episode(records: Sequence[EvalRecord]) -> list[list[EvalRecord]]:
+    """The answers to each episode, in the order of the episodes and of the samples.
+
+    Raises:
+        ConfigError: they disagree on what the episode is.
+    """
+    found: dict[int, list[EvalRecord]] = defaultdict(list)
+    for r in sorted(records, key=lambda r: (r.index, r.sample)):
+        found[r.index].append(r)
+    groups = list(found.values())
     for group in groups:
         first = group[0]
         if any((r.type, r.cause) != (first.type, first.cause) for r in group):
             raise ConfigError(f"evaluation records of episode {first.index} disagree on its cause: pass one split only")
+    return groups
 
+
+def _fold(groups: Sequence[Sequence[EvalRecord]]) -> _Table:
     def total(read) -> np.ndarray:
         return np.array([sum(int(read(r)) for r in g) for g in groups], dtype=np.int64)
 
@@ -131,14 +159,16 @@ def summarise(records: Sequence[EvalRecord], config: EvaluationConfig, *, seed: 
         `cause_at_1, full_attr_at_1, full_attr_at_5, jaccard, no_signal, parsed, tool_calls`, `by_type` and `by_cause`
         (FullAttr@1 of each), every value `{"value", "low", "high"}`: mean and percentile interval of a bootstrap over
         episodes. A category without episodes, or @k with fewer than k answers, has nulls. `extra` holds counts,
-        `cause_at_5`, Cause@1 by type, exact-schema parse rate, statuses and the confusion matrix.
+        `cause_at_5`, Cause@1 by type, exact-schema parse rate, statuses, the confusion matrix, and what
+        `reliability.reliability` gives.
 
     Raises:
         ConfigError: no records, or records of different splits mixed.
     """
     if not records:
         raise ConfigError("nothing to evaluate: no evaluation records; the split is empty, set data.test above 0")
-    t = _fold(records)
+    groups = by_episode(records)
+    t = _fold(groups)
     episodes = len(t.n)
     counts = resample_counts(episodes, config.bootstrap, seed)
 
@@ -173,6 +203,7 @@ def summarise(records: Sequence[EvalRecord], config: EvaluationConfig, *, seed: 
             "cause_by_type": {name: attempts(t.cause_right, 1, t.type == name) for name in EPISODE_TYPES},
             "status": dict(sorted(Counter(r.status for r in records).items())),
             "confusion": confusion(records),
+            **reliability(groups, ratio),
         },
     }
 
@@ -193,8 +224,7 @@ def paired_difference(
     """FullAttr@1 of `second` minus `first` on the episodes both answered, see `bootstrap.paired`."""
     rates = []
     for records in (first, second):
-        t, indices = _fold(records), sorted({r.index for r in records})
-        rates.append(dict(zip(indices, t.full_right / t.n, strict=True)))
+        rates.append({g[0].index: float(np.mean([r.full_right for r in g])) for g in by_episode(records)})
     return paired(*rates, config, seed)
 
 

@@ -29,9 +29,17 @@ class SearchRecord:
 
 
 def record_of(
-    index: int, sample: int, labels: Mapping[str, Any], info: Mapping[str, Any], tool_calls: int, status: str
+    index: int,
+    sample: int,
+    labels: Mapping[str, Any],
+    info: Mapping[str, Any],
+    tool_calls: int,
+    status: str,
+    *,
+    confidence: float | None = None,
 ) -> SearchRecord:
     """One graded answer. An attempt without an answer has an empty `info`: not parsed, not right."""
+    del confidence  # there is nothing to abstain from
     return SearchRecord(
         index=index,
         hops=int(labels["hops"]),

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.table import Table
 
 from trace_jax.evaluation.kinds import KINDS, kind_of
-from trace_jax.evaluation.metrics import ROWS
+from trace_jax.evaluation.metrics import PAPER_ROWS
 
 
 def _reported(cause, full, full5, jaccard, campaign, mix, one, two, no_signal, parsed, calls) -> dict:
     values = (cause, full, full5, jaccard, campaign, mix, one, two, no_signal, parsed, calls)
     result: dict = {"by_type": {}}
-    for (_, path, _), value in zip(ROWS, values, strict=True):
+    for (_, path, _), value in zip(PAPER_ROWS, values, strict=True):
         node = result if len(path) == 1 else result[path[0]]
         node[path[-1]] = {"value": value, "low": None, "high": None}
     return result
@@ -30,7 +31,7 @@ PAPER_LABELS = {"untrained": "paper base", "sft": "paper SFT", "grpo": "paper SF
 PAPER_NOTE = "paper: reported in arXiv 2609.10315 for a 35B model in that paper's own environment; for reference only"
 LABELS = {
     "untrained": "untrained",
-    **{name: name for kind in KINDS.values() for name in kind.agents},
+    **{name: name for kind in KINDS.values() for name in (*kind.agents, *kind.rivals)},
     "sft": "SFT",
     "grpo": "SFT->GRPO",
 }
@@ -99,6 +100,15 @@ def rich_table(table: ResultTable) -> Table:
     for label, cells in table.rows:
         out.add_row(label, *cells)
     return out
+
+
+def show(table: ResultTable) -> None:
+    """Prints the table, as plain text when stdout is not a terminal."""
+    console = Console()
+    if console.is_terminal:
+        console.print(rich_table(table))
+    else:
+        print(plain_text(table))
 
 
 def plain_text(table: ResultTable) -> str:

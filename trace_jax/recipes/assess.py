@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import get
-from trace_jax.evaluation import store, table
+from trace_jax.evaluation import identity, store, table
 from trace_jax.evaluation.baselines import evaluate_agent
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
+from trace_jax.recipes import prompted
 from trace_jax.recipes.domain import SCRIPTED, check_agent, domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
@@ -41,12 +40,16 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
     Args:
         run_dir: the run; without one only agents without a policy can be scored, and nothing is kept.
         config: the run's configuration with changes to evaluation, rollout or data.
-        agent: one of `AGENTS`; "best": GRPO's checkpoint with the best validation reward; "latest": the most advanced
-            stage.
+        agent: one of `AGENTS`; "endpoint": the model that `endpoint` names; "best": GRPO's checkpoint with the best
+            validation reward; "latest": the most advanced stage.
 
     Raises:
         ConfigError: a change that has no meaning here or would cut the policy's investigations short.
     """
+    if agent == prompted.AGENT:
+        run_dir, config = prompted.prepare(run_dir, config)
+    elif config.endpoint.url or config.endpoint.model:
+        raise ConfigError("--endpoint and --model are of `eval --agent endpoint`: add that, or leave them out")
     check_agent(config, agent)
     with tempfile.TemporaryDirectory() as scratch:
         if run_dir is None:
@@ -54,15 +57,21 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
         else:
             stored = stored_config(run_dir)
             changed = config_io.differences(stored, config)
+            if agent == prompted.AGENT:
+                changed = [name for name in changed if not name.startswith("endpoint.")]
             _check_changes(stored, config, changed, split)
+            if "evaluation.rules" in changed and agent not in domain_of(config).rivals:
+                raise ConfigError(f"`evaluation.rules` has no part in what {agent} does: leave it out")
             run = RunDirectory.open(run_dir)
-            run.config = config
+            run.config = config if agent != prompted.AGENT else prompted.worded(config)
         with run, Interrupt() as interrupt:
             work = Workspace(run, Progress(), interrupt)
             agent = work.latest_stage() if agent == "latest" else agent
-            name = name_of(agent, split, {field: get(config, field) for field in changed})
+            known = prompted.name_of(config) if agent == prompted.AGENT else agent
+            name = name_of(known, split, {field: get(config, field) for field in changed})
             result = _score(work, agent, split, name)
             show(run.path, {name.removeprefix(OTHER): result})
+            print(identity.line(result["benchmark"]))
     return result
 
 
@@ -86,10 +95,10 @@ def _check_changes(stored: RunConfig, config: RunConfig, changed: Sequence[str],
 def name_of(agent: str, split: str, changes: Mapping[str, Any]) -> str:
     """Name of the result under `evaluation/`. Those of another split or other settings than the run's own lie in a
     directory of their own, which the report leaves out."""
-    if split == "test" and not changes and agent in AGENTS:
+    if split == "test" and not changes and (agent in AGENTS or agent.startswith(f"{prompted.AGENT}-")):
         return agent
     parts = [agent, *([split] if split != "test" else []), *(f"{k}={v}" for k, v in sorted(changes.items()))]
-    name = ",".join(parts)
+    name = ",".join(parts).replace("/", "_")  # a path may be among the changes
     return OTHER + (name if len(name) <= 120 else f"{name[:110]}~{zlib.crc32(name.encode()):08x}")
 
 
@@ -99,6 +108,8 @@ def _settings(config: RunConfig, split: str) -> dict[str, Any]:
     speed = ("tool_workers", "slots", "decode_steps", "stale_cache")  # no parameters change while a policy is scored
     unused = {f"rollout.{name}" for name in SAMPLER + speed}
     fields = {k: v for k, v in config_io.flatten(config) if k.startswith(kept) and k not in unused}
+    if not config.evaluation.rules:  # results from before there were any stay valid
+        del fields["evaluation.rules"]
     return {"split": split} | fields
 
 
@@ -123,9 +134,13 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
             work.interrupt.check()
 
         work.interrupt.check()
-        if agent in domain.agents:
-            scripted, record_of = partial(domain.agents[agent], config=config), domain.kind.record_of
+        if agent in domain.scripted:
+            scripted, record_of = partial(domain.scripted[agent], config=config), domain.kind.record_of
             records = evaluate_agent(environment, indices, scripted, record_of, seed=config.seed, on_progress=report)
+        elif agent in domain.bounds:
+            records = domain.bounds[agent](environment, config, report)
+        elif agent == prompted.AGENT:
+            records, usage = prompted.evaluate(work, environment, name, report)
         else:
             params = work.initial_params if agent == "untrained" else work.trained_params(agent)
             work.engine.set_params(params, 0)
@@ -148,15 +163,14 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
                 write_parquet(path, trajectories)
         result = domain.kind.summarise(records, config.evaluation, seed=config.seed)
         result["settings"] = _settings(config, split)
+        result["benchmark"] = identity.benchmark_of(environment)
+        if agent == prompted.AGENT:
+            result["extra"]["usage"] = usage
+            result["settings"] |= {k: v for k, v in config_io.flatten(config) if k.startswith("endpoint.")}
     store.save(work.run.path, name, result, records)
     return result
 
 
 def show(run_dir: Path, results: dict[str, Any] | None = None) -> None:
     """Prints the table of everything scored in a run (plain text when stdout is not a terminal)."""
-    results = store.load_summaries(run_dir) | (results or {})
-    built, console = table.build(results), Console()
-    if console.is_terminal:
-        console.print(table.rich_table(built))
-    else:
-        print(table.plain_text(built))
+    table.show(table.build(store.load_summaries(run_dir) | (results or {})))

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.ads import analyst
 from trace_jax.environments.ads.capabilities import CAPABILITIES
-from trace_jax.environments.ads.environment import AdsEnvironment
+from trace_jax.environments.ads.environment import AdsEnvironment, AdsEpisode
 from trace_jax.environments.ads.worlds import WORLDS, Mixture, WorldEnvironment, harder, named
 from trace_jax.environments.base import Environment, Episode, Task, Transcript
 from trace_jax.environments.capability import Capability
 from trace_jax.environments.search import corpus, explorer
 from trace_jax.environments.search.environment import APART, SearchEnvironment, WorldRange
+from trace_jax.evaluation.ceiling_agent import evaluate_ceiling
+from trace_jax.evaluation.finders import agents as finders
+from trace_jax.evaluation.finders import rules
 from trace_jax.evaluation.kinds import KINDS, Kind
 from trace_jax.simulator.accepted import accepted_episodes
 from trace_jax.simulator.stream import composition_of
@@ -47,6 +50,8 @@ class Domain:
         draw: (configuration, name of a stream, number of tasks, on_progress) -> tasks disjoint from all splits.
         environment: (what `draw` gave or a slice of it, configuration) -> these tasks.
         agents: agents without a policy by name, held-out baselines of every run; the first is the SFT teacher.
+        rivals: further agents without a policy, scored when asked for.
+        bounds: what no agent can do better than, by name: (environment, configuration, on_progress) -> records.
         mend: what to change when the teacher is hardly ever right; None: wrong transcripts are lessons, too.
         atoms: words that the tokenizer keeps as single pieces.
         kind: how answers are measured and shown.
@@ -65,6 +70,13 @@ class Domain:
     lesson: Agent | None = None
     capabilities: tuple[Capability, ...] = ()
     worlds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    rivals: Mapping[str, Agent] = field(default_factory=dict)
+    bounds: Mapping[str, Callable[[Any, RunConfig, Callable[[int, int], Any]], list[Any]]] = field(default_factory=dict)
+
+    @property
+    def scripted(self) -> Mapping[str, Agent]:
+        """All agents without a policy."""
+        return {**self.agents, **self.rivals}
 
     @property
     def teacher(self) -> str:
@@ -148,6 +160,14 @@ def _analyst_lesson(episode: Episode, task: Task, rng: np.random.Generator, conf
     return analyst.keep_asking(episode, found, rng, config.rollout.max_turns)
 
 
+def _finder(name: str) -> Agent:
+    def agent(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
+        del task, rng  # everything that decides comes from the tables
+        return finders.investigate(cast(AdsEpisode, episode), name, rules.thresholds(config.evaluation.rules, name))
+
+    return agent
+
+
 def _explorer(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
     return explorer.explore(episode, task, rng, config.rollout.max_turns - 1)
 
@@ -176,6 +196,8 @@ DOMAINS: dict[str, Domain] = {
         lesson=_analyst_lesson,
         capabilities=CAPABILITIES,
         worlds={name: world.types for name, world in WORLDS.items()},
+        rivals={name: _finder(name) for name in finders.FINDERS},
+        bounds={"ceiling": evaluate_ceiling},
     ),
     "search": Domain(
         split=_search_split,
@@ -189,7 +211,7 @@ DOMAINS: dict[str, Domain] = {
         lesson=_search_lesson,
     ),
 }
-SCRIPTED = tuple(name for domain in DOMAINS.values() for name in domain.agents)
+SCRIPTED = tuple(name for domain in DOMAINS.values() for name in (*domain.scripted, *domain.bounds))
 
 
 def domain_of(config: RunConfig) -> Domain:
@@ -203,7 +225,7 @@ def check_agent(config: RunConfig, agent: str) -> None:
     Raises:
         ConfigError: names the agents of this one.
     """
-    own = domain_of(config).agents
+    own = {**domain_of(config).scripted, **domain_of(config).bounds}
     if agent in SCRIPTED and agent not in own:
         raise ConfigError(
             f"--agent {agent} does not know the tools of `environment.name` {config.environment.name}: "

@@ -14,15 +14,18 @@ import numpy as np
 
 from trace_jax.config import ConfigError, RunConfig, SimulatorConfig
 from trace_jax.config_rules import RANGES, shown
+from trace_jax.evaluation import identity
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Bar, Progress
 from trace_jax.simulator.accepted import CHUNK, Place, accepted_chunks, balanced_composition
 from trace_jax.simulator.difficulty import params_of
 from trace_jax.simulator.oracle import OracleParams
 from trace_jax.simulator.stream import Composition, composition_for
-from trace_jax.warehouse import splits
+from trace_jax.warehouse import dataset, splits
 from trace_jax.warehouse.dataset import Writer
+from trace_jax.warehouse.identity import sha256
 
+IDENTIFIED = 5000  # episodes of a test split whose content is hashed
 EPISODES = "episodes"  # the only split of a data set made with --episodes
 COMPOSITIONS: dict[str, Callable[[SimulatorConfig, int], Composition]] = {
     "paper": composition_for,
@@ -86,15 +89,27 @@ def simulate(
             made += size - before
         manifest = writer.finish()
     seconds = time.perf_counter() - start
+    known = _identity(out, sizes)
     counts = ", ".join(f"{entry['episodes']:,} {name}" for name, entry in manifest["splits"].items())
     print(f"{out}: {counts}; {made / seconds:,.0f} episodes/s")
+    if known:
+        print(identity.line(known))
     return {
         "out": str(out),
         "splits": manifest["splits"],
         "seconds": seconds,
         "episodes_per_s": made / seconds,
         "simulated": simulated,
+        "benchmark": known,
     }
+
+
+def _identity(out: Path, sizes: Mapping[str, int]) -> dict[str, Any] | None:
+    """What the test split is, from the files; None without one of a size that fits in memory."""
+    if not 0 < sizes.get("test", 0) <= IDENTIFIED:
+        return None
+    found = dataset.read(out, ["test"])["test"]
+    return {"episodes": len(found), "sha256": sha256(found)}
 
 
 def check(names: Sequence[str], episodes: int | None) -> None:

@@ -103,7 +103,8 @@ def _figures(summary: dict, kind: Kind) -> list[dict[str, str]]:
 def _differences(run_dir: Path, agents: dict[str, dict], kind: Kind) -> list[str]:
     """One sentence for each pair of successive stages: what the headline metric gained on the same episodes."""
     notes = []
-    for first, second in (("untrained", "sft"), ("sft", "grpo"), *((name, "grpo") for name in kind.agents)):
+    rivals = ((name, "grpo") for name in (*kind.agents, *kind.rivals))
+    for first, second in (("untrained", "sft"), ("sft", "grpo"), *rivals):
         if first not in agents or second not in agents:
             continue
         pair = [store.load_records(run_dir, name, kind) for name in (first, second)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from trace_jax.config import EnvironmentConfig
 from trace_jax.environments.ads.answer import format_answer, probe_of
@@ -10,6 +11,7 @@ from trace_jax.environments.ads.prompt import NUDGE, check_style, system_prompt,
 from trace_jax.environments.ads.reward import grade
 from trace_jax.environments.base import Observation, Reward, Task
 from trace_jax.environments.tools import PythonTool
+from trace_jax.warehouse import identity
 from trace_jax.warehouse.database import EpisodeDatabase
 from trace_jax.warehouse.splits import EpisodeSet
 
@@ -29,6 +31,15 @@ class AdsEnvironment:
 
     def __len__(self) -> int:
         return len(self._episodes)
+
+    @property
+    def episodes(self) -> EpisodeSet:
+        """The episodes with their labels: for those who judge, never for an agent."""
+        return self._episodes
+
+    def identity(self) -> str:
+        """Hash of the episodes (`warehouse.identity`); how questions are worded has no part in it."""
+        return identity.sha256(self._episodes)
 
     def task(self, index: int) -> Task:
         """Task at position `index` of the set."""
@@ -84,6 +95,14 @@ class AdsEpisode:
         """Run the code of a tool call; `final_turn` adds the nudge to answer now."""
         seen = self._tool.run(action)
         return seen.followed_by(NUDGE[self._config.prompt]) if final_turn else seen
+
+    def query(self, sql: str) -> tuple[tuple[Any, ...], ...]:
+        """Rows of a query on the agent-visible tables, not cut for a reader: for agents that are programs.
+
+        Raises:
+            QueryError: the query is refused or fails.
+        """
+        return self._database.query(sql, timeout_s=self._config.tool_seconds).rows
 
     def grade(self, answer: str) -> Reward:
         """Grade the final answer's text (see `ads.reward`)."""

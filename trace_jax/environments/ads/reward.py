@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trace_jax.config import EnvironmentConfig
-from trace_jax.environments.ads.answer import Pair, parse_exact, parse_lenient
+from trace_jax.environments.ads.answer import Answer, Pair, parse_exact, parse_lenient
 from trace_jax.environments.base import Reward
 from trace_jax.simulator.causes import SEGMENT_CAUSES
 
@@ -24,6 +24,13 @@ def jaccard(predicted: Iterable[Pair], true: Iterable[Pair]) -> float:
     return len(predicted & true) / len(union) if union else 1.0
 
 
+def _slice_name(answer: Answer | None) -> str | None:
+    """The slice that an answer gives to a segment cause, in one spelling; elsewhere it has no part in the grade."""
+    if answer is None or answer.root_cause not in SEGMENT_CAUSES:
+        return None
+    return " & ".join(f"{attribute}={value}" for attribute, value in answer.driver_segments)
+
+
 def grade(answer: str, cause: str, driver: Iterable[Pair], config: EnvironmentConfig) -> Reward:
     """Grade an answer text against the hidden label.
 
@@ -32,7 +39,8 @@ def grade(answer: str, cause: str, driver: Iterable[Pair], config: EnvironmentCo
         cause: true cause; `driver`: true (attribute, value) pairs, used only if the cause is segment-specific.
 
     Returns:
-        Reward with parts attr, full, format (unweighted, in [0, 1]) and info: cause (predicted or None), slice_jaccard
+        Reward with parts attr, full, format (unweighted, in [0, 1]) and info: cause (predicted or None), driver
+        (predicted slice of a segment cause as "attribute=value & attribute=value", else None), slice_jaccard
         (None unless the cause is right and segment-specific), parsed, exact_parsed, cause_right, full_right.
     """
     parsed = parse_lenient(answer)
@@ -46,6 +54,7 @@ def grade(answer: str, cause: str, driver: Iterable[Pair], config: EnvironmentCo
         parts={"attr": attr, "full": full, "format": fmt},
         info={
             "cause": parsed.root_cause if parsed else None,
+            "driver": _slice_name(parsed),
             "slice_jaccard": overlap,
             "parsed": parsed is not None,
             "exact_parsed": parse_exact(answer) is not None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trace_jax.config import EnvironmentConfig, SimulatorConfig
 from trace_jax.environments.ads.capabilities import CAPABILITIES, Case, evidence_shown, features_shown
@@ -198,6 +199,10 @@ class WorldEpisode:
         seen = self._inner.step(action, final_turn=final_turn)
         self._steps.append((action, seen.text))
         return seen
+
+    def query(self, sql: str) -> tuple[tuple[Any, ...], ...]:
+        """Rows of a query on the agent-visible tables, see `AdsEpisode.query`."""
+        return self._inner.query(sql)
 
     def grade(self, answer: str) -> Reward:
         """R_c of the attempt that ends with this answer; `info` has the task's own grade, and `success`."""

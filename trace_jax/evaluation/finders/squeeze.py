@@ -1,0 +1,149 @@
+"""Squeeze (Li et al., ISSRE 2019): leaves are clustered by how far they deviate, each cluster is then explained.
+
+By the generalised ripple effect all leaves of one root cause have the same deviation score 2 (f - v) / (f + v). Bottom
+up: leaves that hardly contribute are filtered out at the knee of the cumulated deviations, the rest is clustered along
+the score where its density has minima. Top down: in each cuboid (set of attributes) the elements are sorted by descent
+score, the share of their leaves that lie in the cluster, and cut where the generalised potential score
+
+    GPS = 1 - (mean |v - a| over S1 + mean |v - f| over S2) / (mean |v - f| over S1 + mean |v - f| over S2)
+
+is largest; S1 are the chosen elements' leaves, S2 the normal leaves outside, a = f (sum v / sum f over S1) what the
+ripple effect expects. Cuboids compete by GPS less a price for many elements and attributes.
+
+Simplified: cuboids have at most as many attributes as an answer may name; the density is NumPy's automatic histogram,
+smoothed, and the knee is the point farthest from the chord, without the published code's tuning of either. Of several
+clusters the one with the largest sum of absolute deviations counts, and of a set of elements the first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from trace_jax.evaluation.finders.leaves import MAX_ATTRIBUTES, Element, Leaves, cuboids, deviation, elements
+
+NORMAL = 0.2  # mean absolute deviation score of a cluster below which it is no anomaly
+ENOUGH = 0.9  # GPS at which cuboids of more attributes are not looked at
+BAR = 0.02  # the histogram's bars are no narrower: what lies closer is one cluster
+SAME = 1e-9  # rounding of a score
+MOST = 12  # elements that one cluster may be explained by
+
+
+def find(leaves: Leaves) -> Element | None:
+    """The first element of the explanation of the largest cluster."""
+    causes = localise(leaves)
+    return causes[0][0] if causes else None
+
+
+def localise(leaves: Leaves) -> list[tuple[Element, ...]]:
+    """Explanations of the clusters, that of the largest sum of absolute deviations first."""
+    forecast = leaves.measure[0]
+    leaves = leaves.where(forecast > 0)
+    f, v = leaves.measure
+    if not len(f):
+        return []
+    score = deviation(f, v)
+    found = clusters(score, relevant(np.abs(f - v)))
+    found.sort(key=lambda inside: -np.abs(f - v)[inside].sum())
+    weight = _weight(leaves.codes, found)
+    return [_explain(leaves.codes, f, v, inside, _normal(score, found), weight) for inside in found]
+
+
+def relevant(change: Float[np.ndarray, " G"]) -> Bool[np.ndarray, " G"]:
+    """Leaves up to the knee of the cumulated absolute changes, largest first."""
+    order = np.argsort(-change, kind="stable")
+    total = change.sum()
+    if total <= 0:
+        return np.zeros(len(change), bool)
+    height = np.cumsum(change[order]) / total
+    along = (np.arange(len(change)) + 1) / len(change)
+    keep = np.zeros(len(change), bool)
+    keep[order[: int((height - along).argmax()) + 1]] = True
+    return keep
+
+
+def clusters(score: Float[np.ndarray, " G"], keep: Bool[np.ndarray, " G"]) -> list[Bool[np.ndarray, " G"]]:
+    """Groups of leaves between minima of the density of the kept scores, without those close to 0.
+
+    A group takes in all leaves within the range of its kept ones."""
+    chosen = score[keep]
+    if not len(chosen):
+        return []
+    automatic = np.histogram_bin_edges(chosen, "auto") if np.ptp(chosen) > BAR else np.zeros(2)
+    width = max(float(automatic[1] - automatic[0]), BAR)
+    bars = int(np.ceil(np.ptp(chosen) / width)) + 3  # one more at either end, so that the density falls to 0
+    edges = chosen.min() - 1.5 * width + width * np.arange(bars + 1)
+    count, _ = np.histogram(chosen, edges)
+    window = max(int((count > 0).sum()) // 10, 1)
+    density = np.convolve(count, np.ones(window) / window, "same")
+    # A minimum: lower than what comes before, not higher than what comes next.
+    low = np.flatnonzero((density[1:-1] < density[:-2]) & (density[1:-1] <= density[2:])) + 1
+    bounds = [-np.inf, *((edges[low] + edges[low + 1]) / 2).tolist(), np.inf]
+    groups = []
+    for left, right in zip(bounds[:-1], bounds[1:], strict=True):
+        own = chosen[(chosen > left) & (chosen <= right)]
+        if len(own) and np.abs(own).mean() >= NORMAL:
+            groups.append((score >= own.min() - SAME) & (score <= own.max() + SAME))
+    return groups
+
+
+def _normal(score: Float[np.ndarray, " G"], found: list[Bool[np.ndarray, " G"]]) -> Bool[np.ndarray, " G"]:
+    """Leaves that deviate less than any in a cluster."""
+    return np.abs(score) < np.abs(score[np.any(found, axis=0)]).min()
+
+
+def _weight(codes: Int[np.ndarray, "G A"], found: list[Bool[np.ndarray, " G"]]) -> float:
+    """What GPS counts against elements and attributes: the published formula, larger for smaller clusters."""
+    if not found:
+        return 0.0
+    values = sum(len(np.unique(column)) for column in codes.T)
+    share = len(found) * sum(int(inside.sum()) for inside in found) / len(codes)
+    return float(-np.log(share) / np.log(values) * values)
+
+
+def _explain(
+    codes: Int[np.ndarray, "G A"],
+    f: Float[np.ndarray, " G"],
+    v: Float[np.ndarray, " G"],
+    cluster: Bool[np.ndarray, " G"],
+    normal: Bool[np.ndarray, " G"],
+    weight: float,
+) -> tuple[Element, ...]:
+    """The elements of the best cuboid."""
+    best: tuple[float, tuple[Element, ...]] = (-np.inf, ())
+    for layer in range(1, min(MAX_ATTRIBUTES, codes.shape[1]) + 1):
+        reached = -np.inf
+        for cuboid in cuboids(codes.shape[1], layer):
+            names, inside = elements(codes, cuboid)
+            hits = (inside & cluster).sum(1)
+            order = np.argsort(-hits / inside.sum(1), kind="stable")
+            order = order[hits[order] > 0][: min(MOST, len(names) - 1)]
+            scores = [_gps(f, v, inside[order[:n]].any(0), cluster | normal) for n in range(1, len(order) + 1)]
+            if not scores:
+                continue
+            n = int(np.argmax(scores)) + 1
+            reached = max(reached, scores[n - 1])
+            rank = scores[n - 1] * weight - n * layer
+            if rank > best[0]:
+                best = rank, tuple(names[i] for i in order[:n])
+        if reached > ENOUGH:
+            break
+    return best[1]
+
+
+def _gps(
+    f: Float[np.ndarray, " G"],
+    v: Float[np.ndarray, " G"],
+    chosen: Bool[np.ndarray, " G"],
+    among: Bool[np.ndarray, " G"],
+) -> float:
+    """Generalised potential score of the chosen leaves against the rest, both `among` cluster and normal leaves."""
+    inside, outside = chosen & among, among & ~chosen
+    expected = f[inside] * (v[inside].sum() / max(f[inside].sum(), 1e-12))
+
+    def mean(x: np.ndarray) -> float:
+        return float(np.abs(x).mean()) if len(x) else 0.0
+
+    rest = mean(v[outside] - f[outside])
+    before = mean(v[inside] - f[inside]) + rest
+    return 1.0 - (mean(v[inside] - expected) + rest) / before if before > 0 else -np.inf
