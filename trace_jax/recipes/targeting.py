@@ -126,7 +126,7 @@ def _figures(
     folder: Path,
 ) -> dict[str, Any]:
     def rate(s: Mapping[str, Any]) -> float:
-        return s["full_attribution"]["value"]
+        return s["full_attr_at_1"]["value"]
 
     routes = worlds.read(folder / routing.FILE)
     return {
