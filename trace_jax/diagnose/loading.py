@@ -29,7 +29,8 @@ class Loaded:
     """The tables `cells` and `totals` of a connection, and what is to be said of them.
 
     Attributes:
-        base: SQL that reads the rows of `cells` from the user's own files, for evidence that can be run again.
+        setup: statements that make the view `loaded` of the rows of `cells` in any DuckDB, from the user's own files, so
+            that evidence can be run again.
         metrics: of `cells`. total_metrics: of `totals`.
         own_totals: whether `totals` comes from files of its own, not from sums of `cells`.
         notes: what was dropped or not read. problems: what makes results doubtful.
@@ -38,7 +39,7 @@ class Loaded:
 
     connection: duckdb.DuckDBPyConnection
     plans: Sequence[Plan]
-    base: str
+    setup: str
     dimensions: tuple[str, ...]
     metrics: tuple[str, ...]
     total_metrics: tuple[str, ...]
@@ -60,6 +61,7 @@ def database() -> Iterator[duckdb.DuckDBPyConnection]:
         connection = duckdb.connect(":memory:", config=config)
         try:
             connection.execute("SET TimeZone = 'UTC'")
+            connection.execute(reading.MACROS)
             connection.execute("SET enable_progress_bar = false")
             yield connection
         finally:
@@ -80,7 +82,9 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
     totals = [p for p in others if not p.dimensions and {"impressions", "budget", "in_stock"} & p.fields.keys()]
     for plan in others:
         if plan not in totals:
-            what = f"breaks down by {' and '.join(plan.dimensions)}" if plan.dimensions else "has no metric of a campaign"
+            what = (
+                f"breaks down by {' and '.join(plan.dimensions)}" if plan.dimensions else "has no metric of a campaign"
+            )
             notes.append(f"{plan.source.name} {what} and cannot be crossed with the other file: diagnose it by itself")
     dimensions = main[0].dimensions
     currency, mixed = _currency([*main, *totals], connection)
@@ -101,7 +105,10 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
         total_metrics = _merge_totals(connection, metrics, total_metrics)
     else:
         _aggregate(connection, "totals", "cells", (), metrics)
-    return Loaded(connection, plans, base, dimensions, metrics, total_metrics, bool(totals), currency, notes, problems)
+    view = f"CREATE OR REPLACE TEMP VIEW loaded AS\n{base};\n"
+    connection.execute(view)
+    setup = reading.MACROS + "".join(dict.fromkeys(f"{p.source.attach};\n" for p in main if p.source.attach)) + view
+    return Loaded(connection, plans, setup, dimensions, metrics, total_metrics, bool(totals), currency, notes, problems)
 
 
 def _main(plans: Sequence[Plan]) -> list[Plan]:
@@ -135,7 +142,11 @@ def _currency(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection) -> t
                 sign = f"regexp_extract({reading.text_of(column)}, '([^0-9.,()%+\\s-]+)', 1)"
                 query = f"SELECT DISTINCT {sign} FROM {plan.source.relation} LIMIT 20"
                 signs = {r[0].strip() for r in connection.execute(query).fetchall() if r[0]}
-                found |= {synonyms.CURRENCY_SIGNS.get(s, s) for s in signs if s in synonyms.CURRENCY_SIGNS or (len(s) == 3 and s.isupper())}
+                found |= {
+                    synonyms.CURRENCY_SIGNS.get(s, s)
+                    for s in signs
+                    if s in synonyms.CURRENCY_SIGNS or (len(s) == 3 and s.isupper())
+                }
             found |= {c for c in ("USD", "EUR", "GBP", "JPY", "CAD", "AUD", "INR") if f"({c})" in column.upper()}
     return (next(iter(found)), "") if len(found) == 1 else ("", ", ".join(sorted(found)))
 
@@ -149,7 +160,7 @@ def _select(plan: Plan, dimensions: Sequence[str], metrics: Sequence[str]) -> st
         if metric in (*synonyms.COUNTS, *synonyms.AMOUNTS) and metric in plan.fields:
             value = f"coalesce({value}, 0)"  # platforms leave a zero out
         columns.append(f"{value} AS {metric}")
-    return f"SELECT {', '.join(columns)} FROM {plan.source.relation}"
+    return f"SELECT {', '.join(columns)}\n  FROM {plan.source.relation}"
 
 
 def _read(
@@ -166,7 +177,9 @@ def _read(
     for plan in plans:
         select = _select(plan, dimensions, metrics)
         parts.append(select)
-        select = select.replace(f" FROM {plan.source.relation}", f", hash(r) AS row_key FROM {plan.source.relation} r")
+        select = select.replace(
+            f"\n  FROM {plan.source.relation}", f", hash(r) AS row_key FROM {plan.source.relation} r"
+        )
         verb = f"CREATE TABLE {table} AS" if plan is plans[0] else f"INSERT INTO {table}"
         try:
             connection.execute(f"{verb} {select}")
@@ -181,7 +194,9 @@ def _read(
     doubled = f"SELECT ds FROM {table} GROUP BY ds HAVING count(*) >= 2 * count(DISTINCT row_key)"
     days = connection.execute(f"SELECT count(*) FROM ({doubled})").fetchone()[0]
     if days:
-        problems.append(f"every row of {days} day{'s' * (days > 1)} is there more than once (exports that overlap?): counted once")
+        problems.append(
+            f"every row of {days} day{'s' * (days > 1)} is there more than once (exports that overlap?): counted once"
+        )
         connection.execute(
             f"CREATE TABLE once AS SELECT DISTINCT * FROM {table} WHERE ds IN ({doubled});"
             f"DELETE FROM {table} WHERE ds IN (SELECT ds FROM once); INSERT INTO {table} FROM once; DROP TABLE once"
@@ -192,9 +207,11 @@ def _read(
         else "SELECT 0"
     ).fetchone()[0]
     if repeated:
-        problems.append(f"{int(repeated):,} row{'s' * (repeated > 1)} repeat another one word for word; kept, but look at the export")
-    union = " UNION ALL ".join(parts)
-    return f"SELECT {'DISTINCT ' * bool(days)}* FROM ({union}) WHERE ds IS NOT NULL"
+        problems.append(
+            f"{int(repeated):,} row{'s' * (repeated > 1)} repeat another one word for word; kept, but look at the export"
+        )
+    union = "\n  UNION ALL ".join(parts)
+    return f"SELECT {'DISTINCT ' * bool(days)}* FROM (\n  {union}\n) WHERE ds IS NOT NULL"
 
 
 def _unreadable(connection: duckdb.DuckDBPyConnection, plan: Plan, metrics: Sequence[str]) -> list[str]:
@@ -209,7 +226,9 @@ def _unreadable(connection: duckdb.DuckDBPyConnection, plan: Plan, metrics: Sequ
             f" WHERE {value} IS NULL AND {text} IS NOT NULL AND {plan.date.expression} IS NOT NULL"
         ).fetchone()
         if count:
-            out.append(f"{plan.source.name}: {count:,} of {plan.fields[metric]!r} are no numbers, e.g. {example!r}: taken as 0")
+            out.append(
+                f"{plan.source.name}: {count:,} of {plan.fields[metric]!r} are no numbers, e.g. {example!r}: taken as 0"
+            )
     return out
 
 
@@ -224,7 +243,9 @@ def _aggregate(
         if metric == "in_stock":
             value = f"(CASE WHEN {value} > {TOLERANCE} THEN {value} / 100 ELSE {value} END)"
         sums.append(f"{value} AS {metric}")
-    connection.execute(f"CREATE TABLE {table} AS SELECT {', '.join([*keys, *sums])} FROM {source} GROUP BY {', '.join(keys)} ORDER BY ALL")
+    connection.execute(
+        f"CREATE TABLE {table} AS SELECT {', '.join([*keys, *sums])} FROM {source} GROUP BY {', '.join(keys)} ORDER BY ALL"
+    )
 
 
 def _merge_totals(

@@ -108,7 +108,7 @@ def load(path: Path) -> Declared:
             words[dimension][str(value)] = str(word)
     texts = {key: str(data.get(key) or "") for key in ("date_format", "timezone", "decimal")}
     if texts["decimal"] not in ("", ".", ","):
-        raise ConfigError(f"{path}: decimal: {texts['decimal']!r}; use \".\" or \",\"")
+        raise ConfigError(f'{path}: decimal: {texts["decimal"]!r}; use "." or ","')
     if texts["timezone"]:
         check_zone(texts["timezone"], f"{path}: timezone")
     return Declared(columns, words, **texts)
@@ -124,7 +124,9 @@ def _table(path: Path, data: Mapping[str, Any], key: str, prefix: str = "") -> d
 def _known(path: Path, where: str, name: str, valid: Sequence[str]) -> None:
     if name not in valid:
         meant = nearest(name, valid)
-        raise ConfigError(f"{path}: {where}: " + (f"did you mean {meant}?" if meant else f"use one of {', '.join(valid)}"))
+        raise ConfigError(
+            f"{path}: {where}: " + (f"did you mean {meant}?" if meant else f"use one of {', '.join(valid)}")
+        )
 
 
 def plans(
@@ -167,7 +169,9 @@ def _plan(source: Source, declared: Declared, connection: duckdb.DuckDBPyConnect
     fields = {name: column for name, column in declared.columns.items() if column in source.columns}
     dates = [fields["date"]] if "date" in fields else [c for _, c in sorted(ranked.get("date", []))]
     if "date" not in declared.columns:  # a column of dates under a name of its own
-        dates += [c for c, t in zip(source.columns, source.types, strict=True) if t == "DATE" or t.startswith("TIMESTAMP")]
+        dates += [
+            c for c, t in zip(source.columns, source.types, strict=True) if t == "DATE" or t.startswith("TIMESTAMP")
+        ]
     date = None
     for column in dict.fromkeys(dates):
         kind = source.types[source.columns.index(column)]
@@ -184,13 +188,24 @@ def _plan(source: Source, declared: Declared, connection: duckdb.DuckDBPyConnect
     derived = tuple(c for c in rest if synonyms.is_derived(c))
     currency = next((c for c in rest if synonyms.is_currency(c)), None)
     rest = [c for c in rest if c not in derived and c != currency and synonyms.field_of(c) is None]
-    by_values = _by_values(source, rest, [d for d in synonyms.DIMENSIONS if d not in {*fields, *declared.columns}], connection)
+    by_values = _by_values(
+        source, rest, [d for d in synonyms.DIMENSIONS if d not in {*fields, *declared.columns}], connection
+    )
     fields |= by_values
     numbers = [fields[m] for m in synonyms.METRICS if m in fields]
     text = [c for c in numbers if source.types[source.columns.index(c)] == "VARCHAR"]
     decimal = declared.decimal or reading.decimal_mark(connection, source.relation, text)
     used = {*fields.values(), *derived, currency}
-    plan = Plan(source, fields, date, decimal, currency, derived, tuple(c for c in source.columns if c not in used), tuple(by_values))
+    plan = Plan(
+        source,
+        fields,
+        date,
+        decimal,
+        currency,
+        derived,
+        tuple(c for c in source.columns if c not in used),
+        tuple(by_values),
+    )
     return _readable(plan, declared, connection)
 
 

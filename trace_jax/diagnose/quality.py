@@ -41,7 +41,12 @@ def report(loaded: Loaded, found: Series, lag: int | None) -> Report:
         lag: last days to leave out; None: as many as look incomplete.
     """
     rows, cells = loaded.ask("SELECT count(*), count(DISTINCT ds) FROM mine")[0]
-    out = [Finding("span", f"{found.first} to {found.last}: {cells} days with rows, {rows:,} rows of campaign {found.campaign!r}")]
+    out = [
+        Finding(
+            "span",
+            f"{found.first} to {found.last}: {cells} days with rows, {rows:,} rows of campaign {found.campaign!r}",
+        )
+    ]
     out += [Finding("note", text) for text in loaded.notes] + [Finding("doubt", text, True) for text in loaded.problems]
     out += _gaps(found) + _counts(loaded, found) + _agreement(loaded, found)
     looks, text = incomplete_days(found)
@@ -89,7 +94,9 @@ def _counts(loaded: Loaded, found: Series) -> list[Finding]:
         count = loaded.ask(f"SELECT count(*) FROM mine WHERE {smaller} > {larger}")[0][0]
         if count:
             why = "impossible" if smaller == "clicks" else "orders after a view, or of another day's click"
-            out.append(Finding("counts", f"{count:,} rows have more {smaller} than {larger} ({why})", smaller == "clicks"))
+            out.append(
+                Finding("counts", f"{count:,} rows have more {smaller} than {larger} ({why})", smaller == "clicks")
+            )
     for metric in loaded.metrics:
         count = loaded.ask(f"SELECT count(*) FROM mine WHERE {metric} < 0")[0][0]
         if count:
@@ -132,7 +139,10 @@ def incomplete_days(found: Series) -> tuple[int, str]:
     usual = float(np.median(shown[:-1][found.present[:-1]])) if found.present[:-1].any() else 0.0
     cut = 1 if days > 3 and shown[-1] < HALF_DAY * usual else 0
     if not {"orders", "clicks"} <= found.totals.keys() or days - cut < 3 * LAG_DAYS:
-        return cut, f"the last day ({found.last}) has {shown[-1] / max(usual, 1):.0%} of the usual impressions" if cut else ""
+        return (
+            cut,
+            f"the last day ({found.last}) has {shown[-1] / max(usual, 1):.0%} of the usual impressions" if cut else "",
+        )
     end = days - cut
     clicks, orders = found.totals["clicks"][:end], found.totals["orders"][:end]
     early, middle = slice(0, end - 2 * LAG_DAYS), slice(end - 2 * LAG_DAYS, end - LAG_DAYS)
@@ -151,7 +161,10 @@ def incomplete_days(found: Series) -> tuple[int, str]:
     falling = np.polyfit(np.arange(LAG_DAYS), ratio, 1, w=np.sqrt(expected[last]))[0] < 0
     late = z(slice(end - 3, end)) <= -LATE_Z and z(middle) > -2.0 and falling and ratio[-1] <= ratio[:-2].min()
     if not late:
-        return cut, f"the last day ({found.last}) has {shown[-1] / max(usual, 1):.0%} of the usual impressions" if cut else ""
+        return (
+            cut,
+            f"the last day ({found.last}) has {shown[-1] / max(usual, 1):.0%} of the usual impressions" if cut else "",
+        )
     fallen = np.flatnonzero(ratio < 1 - 1.0 * np.sqrt(noise / np.maximum(expected[last], 1e-9)))
     count = LAG_DAYS - int(fallen.min()) + cut
     return count, (

@@ -17,16 +17,40 @@ from trace_jax.diagnose.sources import literal, quoted
 
 READABLE = 0.8  # share of a column of numbers that must be numbers
 DATED = 0.5  # share of a column's distinct values that a format of dates must read: the rest are totals and footers
-EMPTY = "('', '-', '--', '—', '–', 'null', 'NULL', 'n/a', 'N/A', 'NaN', 'nan', 'None', 'none', '#N/A')"
+# What the expressions here are made of; runs once in a connection before any of them.
+MACROS = r"""CREATE OR REPLACE TEMP MACRO cell_text(x) AS CASE
+  WHEN lower(trim(x::VARCHAR, chr(32) || chr(9) || chr(160))) IN ('', '-', '--', '—', '–', 'null', 'n/a', 'nan', 'none', '#n/a')
+  THEN NULL ELSE trim(x::VARCHAR, chr(32) || chr(9) || chr(160)) END;
+CREATE OR REPLACE TEMP MACRO cell_finite(x) AS CASE WHEN isfinite(x) THEN x END;
+CREATE OR REPLACE TEMP MACRO cell_signed(t, x) AS
+  cell_finite(x * CASE WHEN t LIKE '(%)' THEN -1 ELSE 1 END / CASE WHEN suffix(t, '%') THEN 100 ELSE 1 END);
+CREATE OR REPLACE TEMP MACRO cell_number(x) AS cell_signed(cell_text(x), coalesce(TRY_CAST(cell_text(x) AS DOUBLE),
+  TRY_CAST(regexp_replace(cell_text(x), '[^0-9.-]', '', 'g') AS DOUBLE)));
+CREATE OR REPLACE TEMP MACRO cell_comma_number(x) AS cell_signed(cell_text(x),
+  TRY_CAST(replace(regexp_replace(cell_text(x), '[^0-9,-]', '', 'g'), ',', '.') AS DOUBLE));
+"""
 _DATES = (
     "%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", "%Y%m%d", "%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y", "%d-%b-%Y",
     "%d-%b-%y", "%a, %b %d, %Y", "%A, %B %d, %Y", "%d.%m.%Y", "%d.%m.%y", "%m/%d/%Y", "%d/%m/%Y", "%m/%d/%y",
     "%d/%m/%y", "%m-%d-%Y", "%d-%m-%Y",
 )  # fmt: skip
-_TIMES = (" %H:%M:%S", " %H:%M", "T%H:%M:%S", "T%H:%M:%SZ", "T%H:%M:%S.%fZ", "T%H:%M:%S.%f", " %I:%M:%S %p", " %H:%M:%S.%f")
+_TIMES = (
+    " %H:%M:%S",
+    " %H:%M",
+    "T%H:%M:%S",
+    "T%H:%M:%SZ",
+    "T%H:%M:%S.%fZ",
+    "T%H:%M:%S.%f",
+    " %I:%M:%S %p",
+    " %H:%M:%S.%f",
+)
 _ZONED = ("%Y-%m-%dT%H:%M:%S%z", "%Y-%m-%d %H:%M:%S%z", "%Y-%m-%dT%H:%M:%S.%f%z")
 # Both orders of day and month, where a value such as 03/04/2026 fits either.
-_SWAPPED = {a + t: b + t for t in ("", *_TIMES) for a, b in (("%m/%d/%Y", "%d/%m/%Y"), ("%m/%d/%y", "%d/%m/%y"), ("%m-%d-%Y", "%d-%m-%Y"))}
+_SWAPPED = {
+    a + t: b + t
+    for t in ("", *_TIMES)
+    for a, b in (("%m/%d/%Y", "%d/%m/%Y"), ("%m/%d/%y", "%d/%m/%y"), ("%m-%d-%Y", "%d-%m-%Y"))
+}
 NUMBERED = {"excel": "days since 1899-12-30", "epoch": "seconds since 1970", "epoch_ms": "milliseconds since 1970"}
 
 
@@ -47,8 +71,7 @@ class DateFormat:
 
 def text_of(column: str) -> str:
     """A column as text without outer blanks, NULL for what stands for nothing."""
-    trimmed = f"trim({quoted(column)}::VARCHAR, ' \t\u00a0')"
-    return f"(CASE WHEN {trimmed} IN {EMPTY} THEN NULL ELSE {trimmed} END)"
+    return f"cell_text({quoted(column)})"
 
 
 def date_format(
@@ -188,18 +211,10 @@ def decimal_mark(connection: duckdb.DuckDBPyConnection, relation: str, columns: 
 def number(column: str, kind: str, decimal: str, factor: float = 1.0) -> str:
     """DOUBLE of a column, NULL where not readable. Percent signs divide by 100; accounting parentheses are minus."""
     if kind != "VARCHAR":
-        value = f"TRY_CAST({quoted(column)} AS DOUBLE)"
+        value = f"cell_finite(TRY_CAST({quoted(column)} AS DOUBLE))"
     else:
-        text = text_of(column)
-        kept = "[^0-9,-]" if decimal == "," else "[^0-9.-]"
-        bare = f"replace(regexp_replace({text}, '{kept}', '', 'g'), ',', '.')"
-        plain = f"TRY_CAST({text} AS DOUBLE), " if decimal == "." else ""
-        value = (
-            f"(coalesce({plain}TRY_CAST({bare} AS DOUBLE)) * (CASE WHEN {text} LIKE '(%)' THEN -1 ELSE 1 END)"
-            f" / (CASE WHEN suffix({text}, '%') THEN 100 ELSE 1 END))"
-        )
-    value = value if factor == 1.0 else f"({value} * {factor!r})"
-    return f"(CASE WHEN isfinite({value}) THEN {value} END)"
+        value = f"{'cell_comma_number' if decimal == ',' else 'cell_number'}({quoted(column)})"
+    return value if factor == 1.0 else f"{value} * {factor!r}"
 
 
 def readable_share(connection: duckdb.DuckDBPyConnection, relation: str, column: str, expression: str) -> float:

@@ -88,7 +88,9 @@ def split(loaded: Loaded, campaign: str) -> None:
         loaded.connection.execute(f"CREATE OR REPLACE TABLE {name} AS SELECT * FROM {source} WHERE {keep}", values)
     # Totals of a file without campaigns are those of the only campaign there is.
     if not loaded.ask("SELECT count(*) FROM daily")[0][0]:
-        anonymous = [NO_CAMPAIGN] == [r[0] for r in loaded.ask("SELECT DISTINCT campaign FROM totals WHERE campaign = ?", NO_CAMPAIGN)]
+        anonymous = [
+            r[0] for r in loaded.ask("SELECT DISTINCT campaign FROM totals WHERE campaign = ?", NO_CAMPAIGN)
+        ] == [NO_CAMPAIGN]
         if anonymous:
             loaded.connection.execute(f"INSERT INTO daily SELECT * FROM totals WHERE campaign = '{NO_CAMPAIGN}'")
             loaded.connection.execute(f"DELETE FROM others WHERE campaign = '{NO_CAMPAIGN}'")

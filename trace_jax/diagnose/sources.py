@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import dataclasses
 import hashlib
 import io
 import re
@@ -48,6 +49,7 @@ class Source:
         relation: SQL of a FROM clause that reads it.
         columns: names as the file spells them. types: DuckDB's, VARCHAR for all of a CSV file.
         notes: what was found about the file besides, in words.
+        attach: the statement that makes `relation` known, for tables of a DuckDB database.
     """
 
     path: Path
@@ -56,11 +58,7 @@ class Source:
     columns: tuple[str, ...]
     types: tuple[str, ...]
     notes: tuple[str, ...] = ()
-
-    @property
-    def is_text(self) -> bool:
-        """Whether numbers and dates are still text."""
-        return all(t == "VARCHAR" for t in self.types)
+    attach: str = ""
 
 
 def quoted(name: str) -> str:
@@ -168,8 +166,9 @@ def _described(path: Path, relation: str, name: str, connection: duckdb.DuckDBPy
 def _database(path: Path, connection: duckdb.DuckDBPyConnection) -> list[Source]:
     taken = connection.execute("SELECT count(*) FROM duckdb_databases()").fetchone()[0]
     alias = f"source_{taken}"
+    attach = f"ATTACH {literal(str(path))} AS {alias} (READ_ONLY)"
     try:
-        connection.execute(f"ATTACH {literal(str(path))} AS {alias} (READ_ONLY)")
+        connection.execute(attach)
         tables = connection.execute(
             "SELECT schema_name, table_name FROM duckdb_tables() WHERE database_name = $1 AND NOT internal"
             " UNION ALL SELECT schema_name, view_name FROM duckdb_views() WHERE database_name = $1 AND NOT internal"
@@ -180,10 +179,11 @@ def _database(path: Path, connection: duckdb.DuckDBPyConnection) -> list[Source]
         raise ConfigError(f"cannot open {path} as a DuckDB database: {_first_line(error)}") from None
     if not tables:
         raise ConfigError(f"{path} is a DuckDB database without tables: name another file")
-    return [
+    found = [
         _described(path, f"{alias}.{quoted(schema)}.{quoted(table)}", f"{path.name}:{table}", connection)
         for schema, table in tables
     ]
+    return [dataclasses.replace(source, attach=attach) for source in found]
 
 
 def _first_line(error: Exception) -> str:

@@ -137,9 +137,7 @@ def squash(text: str) -> str:
 _RANK = {squash(s): (field, rank) for field, names in COLUMNS.items() for rank, s in reversed(list(enumerate(names)))}
 _DERIVED = {squash(s) for s in DERIVED}
 _CURRENCY = {squash(s) for s in CURRENCY}
-_WORDS = {
-    d: {squash(s): word for word, names in words.items() for s in (word, *names)} for d, words in VALUES.items()
-}
+_WORDS = {d: {squash(s): word for word, names in words.items() for s in (word, *names)} for d, words in VALUES.items()}
 
 
 def field_of(column: str) -> tuple[str, int] | None:

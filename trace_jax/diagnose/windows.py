@@ -75,7 +75,9 @@ def _check(windows: Windows, found: Series) -> None:
         there = _present(span, found)
         if there < least:
             held = f"the tables hold {found.first} to {found.last}"
-            raise ConfigError(f"the window {name} ({span[0]} to {span[1]}) has {there} days with rows, it needs {least}; {held}")
+            raise ConfigError(
+                f"the window {name} ({span[0]} to {span[1]}) has {there} days with rows, it needs {least}; {held}"
+            )
 
 
 def propose(found: Series, last: int | None = None) -> Windows:
@@ -92,7 +94,9 @@ def propose(found: Series, last: int | None = None) -> Windows:
     there = int(found.present[:days].sum())
     if there < least:
         held = f"one day ({found.first})" if there == 1 else f"{there} days"
-        raise ConfigError(f"the tables hold {held} of campaign {found.campaign!r}: a diagnosis needs at least {least} to compare")
+        raise ConfigError(
+            f"the tables hold {held} of campaign {found.campaign!r}: a diagnosis needs at least {least} to compare"
+        )
     loudest, at, name = 0.0, 0, ""
     shortest = max(min(SHORTEST, days // 3), MIN_AFTER)
     for label, y, weight in _tracks(found, days):

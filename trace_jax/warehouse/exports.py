@@ -86,7 +86,13 @@ def _google_above(rows: Sequence[Row]) -> list[list[str]]:
 
 def _google_below(rows: Sequence[Row]) -> list[list[str]]:
     total = {k: sum(r[k] for r in rows) for k in _SUMMED}
-    figures = [f"{total['impressions']:,}", f"{total['clicks']:,}", " --", f"{total['spend']:,.2f}", f"{total['orders']:,.2f}"]
+    figures = [
+        f"{total['impressions']:,}",
+        f"{total['clicks']:,}",
+        " --",
+        f"{total['spend']:,.2f}",
+        f"{total['orders']:,.2f}",
+    ]
     return [["Total: Account", " --", " --", " --", " --", " --", *figures, f"{total['sales']:,.2f}"]]
 
 
