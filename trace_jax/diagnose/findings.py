@@ -1,4 +1,4 @@
-"""From investigations to a diagnosis in the user's terms: what most of them say, the rows behind it, and what is open."""
+"""From investigations to a diagnosis in the user's terms: what most of them say, the rows behind it, what is open."""
 
 from __future__ import annotations
 

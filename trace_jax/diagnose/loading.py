@@ -1,4 +1,4 @@
-"""The user's tables as two of one shape: `cells` (a row a day, campaign and slice) and `totals` (a row a day and campaign).
+"""The user's tables as two of one shape: `cells` (a row a day, campaign and slice), `totals` (a row a day and campaign).
 
 Everything happens in one DuckDB instance of this process, so a file of gigabytes streams through; what is kept is the
 sum by day, campaign and slice. What was dropped or could not be read is counted and said.
@@ -29,8 +29,8 @@ class Loaded:
     """The tables `cells` and `totals` of a connection, and what is to be said of them.
 
     Attributes:
-        setup: statements that make the view `loaded` of the rows of `cells` in any DuckDB, from the user's own files, so
-            that evidence can be run again.
+        setup: statements that make the view `loaded` of the rows of `cells` in any DuckDB, from the user's own files:
+            after them evidence can be run again.
         metrics: of `cells`. total_metrics: of `totals`.
         own_totals: whether `totals` comes from files of its own, not from sums of `cells`.
         notes: what was dropped or not read. problems: what makes results doubtful.
@@ -201,14 +201,13 @@ def _read(
             f"CREATE TABLE once AS SELECT DISTINCT * FROM {table} WHERE ds IN ({doubled});"
             f"DELETE FROM {table} WHERE ds IN (SELECT ds FROM once); INSERT INTO {table} FROM once; DROP TABLE once"
         )
+    again = f"SELECT count(*) n FROM {table} WHERE impressions > 0 GROUP BY row_key HAVING n > 1"
     repeated = connection.execute(
-        f"SELECT coalesce(sum(n - 1), 0) FROM (SELECT count(*) n FROM {table} WHERE impressions > 0 GROUP BY row_key HAVING n > 1)"
-        if "impressions" in metrics
-        else "SELECT 0"
+        f"SELECT coalesce(sum(n - 1), 0) FROM ({again})" if "impressions" in metrics else "SELECT 0"
     ).fetchone()[0]
     if repeated:
         problems.append(
-            f"{int(repeated):,} row{'s' * (repeated > 1)} repeat another one word for word; kept, but look at the export"
+            f"{int(repeated):,} row{'s' * (repeated > 1)} repeat another one word for word: kept, look at the export"
         )
     union = "\n  UNION ALL ".join(parts)
     return f"SELECT {'DISTINCT ' * bool(days)}* FROM (\n  {union}\n) WHERE ds IS NOT NULL"
@@ -244,7 +243,8 @@ def _aggregate(
             value = f"(CASE WHEN {value} > {TOLERANCE} THEN {value} / 100 ELSE {value} END)"
         sums.append(f"{value} AS {metric}")
     connection.execute(
-        f"CREATE TABLE {table} AS SELECT {', '.join([*keys, *sums])} FROM {source} GROUP BY {', '.join(keys)} ORDER BY ALL"
+        f"CREATE TABLE {table} AS SELECT {', '.join([*keys, *sums])} FROM {source}"
+        f" GROUP BY {', '.join(keys)} ORDER BY ALL"
     )
 
 

@@ -148,7 +148,7 @@ def plans(
     if not made:
         all_columns = _some([c for s in sources for c in s.columns])
         raise ConfigError(
-            f"{sources[0].path} has no column of dates among {all_columns}: name it under columns.date of a --mapping file"
+            f"{sources[0].path} has no column of dates among {all_columns}: name it as columns.date in a --mapping file"
         )
     left = [f"{s.name} has no column of dates and is left out" for s, plan in found if plan is None]
     return made, left

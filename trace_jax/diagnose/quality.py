@@ -114,14 +114,16 @@ def _agreement(loaded: Loaded, found: Series) -> list[Finding]:
         if metric not in loaded.metrics or metric not in own or metric not in found.totals:
             continue
         days = loaded.ask(
-            f"SELECT ds, d.{metric}, s.{metric} FROM daily d JOIN (SELECT ds, sum({metric}) {metric} FROM mine GROUP BY ds) s"
-            f" USING (ds) WHERE abs(d.{metric} - s.{metric}) > {DIFFERENT} * greatest(abs(d.{metric}), abs(s.{metric})) + 0.5"
-            " ORDER BY abs(d.ds - (SELECT max(ds) FROM daily))"
+            f"WITH d AS (SELECT ds, sum({metric}) x FROM daily GROUP BY ds),"
+            f" s AS (SELECT ds, sum({metric}) x FROM mine GROUP BY ds)"
+            " SELECT ds, d.x, s.x FROM d JOIN s USING (ds)"
+            f" WHERE abs(d.x - s.x) > {DIFFERENT} * greatest(abs(d.x), abs(s.x)) + 0.5 ORDER BY ds"
         )
         compared.append(metric)
         if days:
             day, total, summed = max(days, key=lambda r: abs(r[1] - r[2]))
-            text = f"{metric} of the totals and of the slices differ on {len(days)} days, most on {day}: {total:,.6g} and {summed:,.6g}"
+            text = f"{metric} of the totals and of the slices differ on {len(days)} days, most on {day}"
+            text += f": {total:,.6g} and {summed:,.6g}"
             out.append(Finding("totals", f"{text}; totals are used for the campaign, slices for slices", True))
     if compared and not out:
         out.append(Finding("totals", f"{', '.join(compared)} of the totals and of the slices agree to {DIFFERENT:.0%}"))

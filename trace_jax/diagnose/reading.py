@@ -19,7 +19,8 @@ READABLE = 0.8  # share of a column of numbers that must be numbers
 DATED = 0.5  # share of a column's distinct values that a format of dates must read: the rest are totals and footers
 # What the expressions here are made of; runs once in a connection before any of them.
 MACROS = r"""CREATE OR REPLACE TEMP MACRO cell_text(x) AS CASE
-  WHEN lower(trim(x::VARCHAR, chr(32) || chr(9) || chr(160))) IN ('', '-', '--', '—', '–', 'null', 'n/a', 'nan', 'none', '#n/a')
+  WHEN lower(trim(x::VARCHAR, chr(32) || chr(9) || chr(160)))
+    IN ('', '-', '--', '—', '–', 'null', 'n/a', 'nan', 'none', '#n/a')
   THEN NULL ELSE trim(x::VARCHAR, chr(32) || chr(9) || chr(160)) END;
 CREATE OR REPLACE TEMP MACRO cell_finite(x) AS CASE WHEN isfinite(x) THEN x END;
 CREATE OR REPLACE TEMP MACRO cell_signed(t, x) AS

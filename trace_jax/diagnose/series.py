@@ -66,8 +66,8 @@ def choose(loaded: Loaded, asked: str | None) -> str:
         listed = ", ".join(f"{name!r} ({count:,.0f} impressions)" for name, count in list(found.items())[:8])
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         raise ConfigError(
-            f"the tables hold {len(found)} campaigns: {listed}{more}; name one with --campaign, or --campaign all for all "
-            "of them together"
+            f"the tables hold {len(found)} campaigns: {listed}{more}; name one with --campaign, or --campaign all for "
+            "all of them together"
         )
     if asked in found or asked == ALL:
         return asked

@@ -1,8 +1,8 @@
 """The loaded campaign as the tables that the agent sees (`warehouse.schema`).
 
 The agent splits the window in the middle of its first and last day. So that the middle falls between the user's two
-windows whatever their lengths, the earlier one is moved into the past by whole weeks; days in between are missing, which
-the agent's tables may have. What the user's files lack is NULL (metrics) or an empty text (dimensions), never made up.
+windows whatever their lengths, the earlier one is moved into the past by whole weeks; days in between are missing,
+which the agent's tables may have. What the user's files lack is NULL (metrics) or an empty text (dimensions), never made up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADVERTISER = "A1"
 
 
 def shift_days(before: Span, after: Span) -> int:
-    """Days by which the earlier window moves into the past, a multiple of 7, so that the middle of all parts the two."""
+    """Days by which the earlier window moves into the past, a multiple of 7, so that the middle parts the two."""
     a, b, c, d = (day.toordinal() for day in (*before, *after))
     shift = 0
     while not (a - shift + d >= 2 * (b - shift) and a - shift + d < 2 * c):
@@ -79,8 +79,8 @@ def _campaigns(loaded: Loaded) -> str:
     metrics = [m for m in synonyms.METRICS if m in loaded.total_metrics]
     sums = ", ".join(f"{'avg' if m == 'in_stock' else 'sum'}({m}) AS {m}" for m in metrics)
     own = f"SELECT '{CAMPAIGN}' AS campaign_id, ds, {sums} FROM shown_daily GROUP BY ds"
-    others = f"SELECT 'C' || (dense_rank() OVER (ORDER BY campaign) + 1) AS campaign_id, ds, {', '.join(metrics)} FROM shown_others"
-    return f"({own} UNION ALL {others})"
+    name = "'C' || (dense_rank() OVER (ORDER BY campaign) + 1) AS campaign_id"
+    return f"({own} UNION ALL SELECT {name}, ds, {', '.join(metrics)} FROM shown_others)"
 
 
 def _select(loaded: Loaded, table: str, relation: str) -> pa.Table:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.diagnose import findings, loading, mapping, quality, series, sources, tables, windows
+from trace_jax.diagnose import findings, loading, mapping, quality, series, sources, synonyms, tables, windows
 from trace_jax.diagnose import words as vocabulary
 from trace_jax.diagnose.case import CaseEnvironment
 from trace_jax.diagnose.findings import Investigation
@@ -84,14 +84,15 @@ def _diagnose(config: RunConfig, asked: Asked, connection: Any, view: View) -> d
     plans, left_out = mapping.plans(sources.open_sources(asked.files, connection), declared, connection)
     view.columns(plans)
     if asked.write_mapping is None and asked.mapping is None and not asked.yes:
-        _confirm(view)
+        _confirm()
     loaded = loading.load(plans, connection, left_out)
     if asked.write_mapping is not None:
         return _template(asked.write_mapping, loaded, declared, view)
     if not loaded.dimensions and (names := findings.unmapped(loaded)) and not _declined(declared):
         raise ConfigError(
-            f"no column maps onto a dimension of the agent ({', '.join(sources_dimensions())}), but {', '.join(names[:6])} "
-            "may be one: declare it under columns in a --mapping file, or null for each to look at totals alone"
+            f"no column maps onto a dimension of the agent ({', '.join(synonyms.DIMENSIONS)}), but "
+            f"{', '.join(names[:6])} may be one: declare it under columns in a --mapping file, or declare a dimension null "
+            "to look at totals alone"
         )
     campaign = series.choose(loaded, asked.campaign)
     series.split(loaded, campaign)
@@ -129,21 +130,16 @@ def _diagnose(config: RunConfig, asked: Asked, connection: Any, view: View) -> d
     }
 
 
-def sources_dimensions() -> tuple[str, ...]:
-    """Dimensions that the agent looks at."""
-    return mapping.synonyms.DIMENSIONS
-
-
 def _declined(declared: mapping.Declared) -> bool:
     """Whether the user said that there is no such dimension."""
-    return any(declared.columns.get(d, "") is None for d in sources_dimensions())
+    return any(declared.columns.get(d, "") is None for d in synonyms.DIMENSIONS)
 
 
-def _confirm(view: View) -> None:
+def _confirm() -> None:
     if not (sys.stdin and sys.stdin.isatty()):
         raise ConfigError(
-            "the columns above were guessed: pass --yes to take them, or --mapping FILE to say otherwise (--write-mapping "
-            "FILE writes what was guessed)"
+            "the columns above were guessed: pass --yes to take them, or --mapping FILE to say otherwise "
+            "(--write-mapping FILE writes what was guessed)"
         )
     try:
         reply = input("Are these columns right? [Y/n] ").strip().lower()
@@ -153,7 +149,6 @@ def _confirm(view: View) -> None:
         raise ConfigError(
             "say which columns are meant: --write-mapping FILE writes what was guessed, for --mapping FILE"
         )
-    del view
 
 
 def _template(path: Path, loaded: loading.Loaded, declared: mapping.Declared, view: View) -> dict[str, Any]:
