@@ -1,4 +1,4 @@
-"""The user's tables as two of one shape: `cells` (a row a day, campaign and slice), `totals` (a row a day and campaign).
+"""The user's tables as two: `cells` (a row a day, campaign and slice) and `totals` (a row a day and campaign).
 
 Everything happens in one DuckDB instance of this process, so a file of gigabytes streams through; what is kept is the
 sum by day, campaign and slice. What was dropped or could not be read is counted and said.

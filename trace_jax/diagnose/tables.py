@@ -1,8 +1,9 @@
 """The loaded campaign as the tables that the agent sees (`warehouse.schema`).
 
 The agent splits the window in the middle of its first and last day. So that the middle falls between the user's two
-windows whatever their lengths, the earlier one is moved into the past by whole weeks; days in between are missing,
-which the agent's tables may have. What the user's files lack is NULL (metrics) or an empty text (dimensions), never made up.
+windows whatever their lengths, the earlier one is moved into the past by whole weeks; days in between are missing, as
+they may be in the agent's tables. What the user's files lack is NULL (metrics) or an empty text (dimensions), never
+made up.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def _diagnose(config: RunConfig, asked: Asked, connection: Any, view: View) -> d
     if not loaded.dimensions and (names := findings.unmapped(loaded)) and not _declined(declared):
         raise ConfigError(
             f"no column maps onto a dimension of the agent ({', '.join(synonyms.DIMENSIONS)}), but "
-            f"{', '.join(names[:6])} may be one: declare it under columns in a --mapping file, or declare a dimension null "
-            "to look at totals alone"
+            f"{', '.join(names[:6])} may be one: declare it under columns in a --mapping file, or declare a dimension "
+            "null to look at totals alone"
         )
     campaign = series.choose(loaded, asked.campaign)
     series.split(loaded, campaign)

@@ -1,8 +1,8 @@
 """An episode as a platform's report would show it: column names, spellings, number and date formats, file habits.
 
 For tests and demonstrations of `trace-jax diagnose`: the truth about the file is known. Three platforms, each with
-other dimensions and other habits; what they stand for is in `PLATFORMS`. The figures are those of the visible tables, summed
-over the attributes that a platform does not report. Real reports seldom cross so many breakdowns at once.
+other dimensions and other habits; what they stand for is in `PLATFORMS`. The figures are those of the visible tables,
+summed over the attributes that a platform does not report. Real reports seldom cross so many breakdowns at once.
 """
 
 from __future__ import annotations
