@@ -74,8 +74,14 @@ def _said(cause: str | None, pairs: Sequence[Pair]) -> str:
     return cause + (" in " + " & ".join(f"{d} = {v}" for d, v in pairs) if pairs else "")
 
 
-def conclude(investigations: Sequence[Investigation], words: Sequence[Words], report: Report) -> Diagnosis:
-    """The answer that most investigations give; of equally many, the one that was given first."""
+def conclude(
+    investigations: Sequence[Investigation], words: Sequence[Words], report: Report, weak: Mapping[str, str]
+) -> Diagnosis:
+    """The answer that most investigations give; of equally many, the one that was given first.
+
+    Args:
+        weak: why the tables cannot carry an answer, by cause; see `weaknesses`.
+    """
     held = {(w.dimension, word) for w in words for word in w.of.values()}
     names = {w.dimension: w for w in words}
     votes: Counter[tuple[str | None, tuple[Pair, ...]]] = Counter()
@@ -100,6 +106,8 @@ def conclude(investigations: Sequence[Investigation], words: Sequence[Words], re
     level = "high" if agreement >= HIGH else "medium" if agreement >= MEDIUM else "low"
     if level == "high" and any(f.serious for f in report.findings):
         level = "medium"
+    if cause in weak:
+        level, why = "low", [weak[cause], *why]
     named = tuple((d, names[d].name(v)) for d, v in pairs)
     return Diagnosis(cause, named, pairs, count, sum(votes.values()), others, level, tuple(why))
 
@@ -195,6 +203,16 @@ def parts(found: Series, windows: Windows) -> list[str]:
 
 
 # What is open
+
+
+def weaknesses(loaded: Loaded, found: Series) -> dict[str, str]:
+    """Why these tables cannot carry an answer, by cause."""
+    lacks, out = tables.missing(loaded)["metrics"], {}
+    if "budget" in lacks and not found.names:
+        out["BUDGET_CAP"] = "it rests on volume alone: without a budget or other campaigns a market move looks the same"
+    if "in_stock" in lacks:
+        out["OUT_OF_STOCK"] = "the tables hold no stock"
+    return out
 
 
 def open_questions(

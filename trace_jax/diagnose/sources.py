@@ -24,6 +24,8 @@ from trace_jax.config import ConfigError
 from trace_jax.diagnose import synonyms
 
 SAMPLE = 1 << 20  # bytes from which encoding, delimiter and header are told
+MOST_BROKEN = 10_000  # lines that are counted
+FEW_BROKEN = 0.05  # share of the lines that may be left out
 HEAD_LINES = 40  # among which the line of names must be
 _DELIMITERS = (",", "\t", ";", "|")
 _BLOCK = 1 << 22
@@ -213,12 +215,38 @@ def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection) -> Sou
         notes.append("lines end in carriage returns")
     if skip:
         notes.append(f"{skip} line{'s' * (skip > 1)} above the names left out")
-    fixed = "all_varchar=true, quote='\"', escape='\"', null_padding=true, strict_mode=false, ignore_errors=true"
     columns = ", ".join(f"{literal(n)}: 'VARCHAR'" for n in names)
-    relation = (
-        f"read_csv({literal(_globless(path))}, {', '.join(options)}, {fixed}, auto_detect=false, columns={{{columns}}})"
+    fixed = "all_varchar=true, quote='\"', escape='\"', auto_detect=false"
+
+    def reader(more: str) -> str:
+        return f"read_csv({literal(_globless(path))}, {', '.join(options)}, {fixed}, {more}, columns={{{columns}}})"
+
+    broken, rows = _broken_lines(
+        reader(f"strict_mode=true, store_rejects=true, rejects_limit={MOST_BROKEN}"), connection
     )
+    if rows + broken == 0:
+        raise ConfigError(f"{path} has column names and no rows: export it again")
+    if broken <= FEW_BROKEN * (rows + broken):
+        relation = reader("strict_mode=true, ignore_errors=true")
+        left = "left out"
+    else:
+        relation = reader("strict_mode=false, ignore_errors=true, null_padding=true")
+        left = "read as far as they go"
+    if broken:
+        count = f"{broken:,} line{'s have' if broken > 1 else ' has'}"
+        notes.append(f"{count} more or fewer cells than there are names, or broken quotes: {left}")
     return _described(path, relation, path.name, connection, *notes)
+
+
+def _broken_lines(relation: str, connection: duckdb.DuckDBPyConnection) -> tuple[int, int]:
+    """Number of lines that do not fit the names, and of rows that do."""
+    try:
+        [(rows,)] = connection.execute(f"SELECT count(*) FROM {relation}").fetchall()  # all: then rejects are written
+        [(broken,)] = connection.execute("SELECT count(DISTINCT line) FROM reject_errors").fetchall()
+    except duckdb.Error:  # nothing in the file can be read as it should be
+        rows, broken = 0, MOST_BROKEN
+    connection.execute("DROP TABLE IF EXISTS reject_errors; DROP TABLE IF EXISTS reject_scans")
+    return broken, rows
 
 
 def _encoding(path: Path, head: bytes) -> str:

@@ -20,6 +20,7 @@ from trace_jax.environments.ads import analyst
 from trace_jax.environments.ads.prompt import question
 from trace_jax.environments.base import Observation
 from trace_jax.evaluation.evaluate import evaluate_policy
+from trace_jax.recipes import inspect
 from trace_jax.recipes.diagnose_view import View
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
@@ -107,11 +108,11 @@ def _diagnose(config: RunConfig, asked: Asked, connection: Any, view: View) -> d
             loading.keep(loaded, str(asked.keep))
     agent = asked.agent or ("analyst" if asked.run_dir is None else "latest")
     investigations = _investigate(config, asked, agent, (loaded, words, compared, found), view)
-    diagnosis = findings.conclude(investigations, words, report)
+    diagnosis = findings.conclude(investigations, words, report, findings.weaknesses(loaded, found))
     rows = findings.evidence(loaded, diagnosis, words, compared, campaign)
     opens = findings.open_questions(loaded, diagnosis, words, found, compared)
     split = findings.parts(found, compared)
-    view.answer(diagnosis, rows, split, opens, agent)
+    view.answer(diagnosis, rows, split, opens)
     view.setup(loaded.setup)
     return {
         "campaign": campaign,
@@ -203,7 +204,7 @@ def _investigate(
         tables.shown_days(compared),
     )
     environment = CaseEnvironment(tables.agent_tables(loaded, words, compared), asks, config.environment)
-    view.question(asks, agent)
+    view.question(asks, "the scripted analyst" if agent == "analyst" else f"policy of {asked.run_dir}, {agent}")
     try:
         if agent == "analyst":
             return list(_analyst(environment, config, asked.samples, view))
@@ -244,6 +245,7 @@ def _policy(
     environment: CaseEnvironment, config: RunConfig, asked: Asked, stage: str, view: View
 ) -> list[Investigation]:
     samples = asked.samples
+    inspect._keep_programs()
     rollout = dataclasses.replace(config.rollout, slots=min(config.rollout.slots, samples))
     evaluation = dataclasses.replace(config.evaluation, samples=samples)
     with RunDirectory.open(asked.run_dir, lock=False) as run, Interrupt() as interrupt:

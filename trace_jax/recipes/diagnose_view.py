@@ -99,16 +99,14 @@ class View:
         self.say(f"   investigation {number + 1}: {said} after {calls} call{'s' * (calls != 1)}")
 
     def answer(
-        self, diagnosis: Diagnosis, rows: Sequence[Evidence], parts: Sequence[str], opens: Sequence[str], agent: str
+        self, diagnosis: Diagnosis, rows: Sequence[Evidence], parts: Sequence[str], opens: Sequence[str]
     ) -> None:
         """The diagnosis with everything that it rests on and what it leaves open."""
         self._head("answer")
         self.say(f"   {diagnosis.text}", "bold green" if diagnosis.level == "high" else "bold yellow")
         if diagnosis.cause is not None:
             self.say(f"   {findings.describe(diagnosis.cause)}")
-        self.say(
-            f"   confidence {diagnosis.level}: {diagnosis.votes} of {diagnosis.of} investigations of the {agent} agree"
-        )
+        self.say(f"   confidence {diagnosis.level}: {diagnosis.votes} of {diagnosis.of} investigations agree")
         for why in diagnosis.why:
             self.say(f"     - {why}")
         for text, votes in diagnosis.others:
