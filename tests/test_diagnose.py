@@ -1,0 +1,457 @@
+"""`trace-jax diagnose` through the command: files in many dresses, judgements on data made with NumPy, evidence that can
+be run again."""
+
+import datetime
+import hashlib
+import os
+import zipfile
+
+import duckdb
+import numpy as np
+import pytest
+from helpers_diagnose import FIRST, NUMBERS, VALUES, falls, result, rows, text
+
+from trace_jax import cli
+from trace_jax.diagnose import tables, windows
+
+MIDDLE = FIRST + datetime.timedelta(14)
+HALVES = (
+    "--before",
+    f"{FIRST}:{MIDDLE - datetime.timedelta(1)}",
+    "--after",
+    f"{MIDDLE}:{MIDDLE + datetime.timedelta(13)}",
+)
+MOBILE = falls({"device": "Mobile phones"}, ctr=0.6)
+
+
+@pytest.fixture
+def diagnose(tmp_path, capsys):
+    """Runs the command on files of text, bytes or paths: exit status, JSON or None, stdout, stderr."""
+
+    def run(*files, argv=(), yes=True):
+        paths = []
+        for number, content in enumerate(files):
+            path = content
+            if isinstance(content, (str, bytes)):
+                path = tmp_path / f"file{number}.csv"
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            paths.append(path)
+        before = [hashlib.sha256(p.read_bytes()).digest() if p.is_file() else None for p in paths]
+        words = ["diagnose", *map(str, paths), *(["--yes"] if yes else []), "--json", "--samples", "3", *argv]
+        status = cli.main(words)
+        assert before == [hashlib.sha256(p.read_bytes()).digest() if p.is_file() else None for p in paths]
+        out, err = capsys.readouterr()
+        return status, result(out) if status == 0 else None, out, err
+
+    return run
+
+
+def said(found):
+    return found["cause"], {s["dimension"]: s["value"] for s in found["slice"]}
+
+
+# Files
+
+
+@pytest.fixture(scope="module")
+def fatigue():
+    """CTR falls on mobile phones."""
+    return rows(effect=MOBILE)
+
+
+def _dresses(table, folder):
+    german = {"date": "Datum", "campaign": "Kampagne", "device": "Gerät", "geo": "Land"}
+    german |= {"impressions": "Impressionen", "clicks": "Klicks", "orders": "Konversionen", "spend": "Kosten"}
+    google = {"date": "Day", "campaign": "Campaign", "device": "Device", "geo": "Country/Territory"}
+    google |= {"impressions": "Impr.", "clicks": "Clicks", "orders": "Conversions", "spend": "Cost"}
+    totals = [["Total: Account", " --", " --", " --", "9,999,999", "9,999", "99", "9,999.00"]]
+    above = [["Segment report"], ["October 5, 2026 - November 1, 2026"]]
+    thousands = lambda v: f"{v:,.2f}" if isinstance(v, float) else f"{v:,}"  # noqa: E731
+    comma = lambda v: thousands(v).translate(str.maketrans(",.", ".,"))  # noqa: E731
+    plain = text(table)
+    (folder / "plain.csv").write_text(plain)
+    duckdb.sql(f"COPY (FROM '{folder / 'plain.csv'}') TO '{folder / 'a.parquet'}'")
+    with duckdb.connect(str(folder / "a.duckdb")) as connection:
+        connection.execute(f"CREATE TABLE ads AS FROM '{folder / 'plain.csv'}'")
+    yield "carriage returns", plain.replace("\n", "\r").encode()
+    yield (
+        "google",
+        text(table, delimiter="\t", number=thousands, names=google, above=above, below=totals).encode("utf-16"),
+    )
+    yield "german", text(table, delimiter=";", date="%d.%m.%Y", number=comma, names=german).encode("latin-1")
+    yield "american", text(table, date="%m/%d/%Y", number=lambda v: f"${v:,}").encode("utf-8-sig")
+    yield "words", text(table, date="%b %d, %Y", delimiter="|").encode()
+    yield "parquet", folder / "a.parquet"
+    yield "duckdb", folder / "a.duckdb"
+
+
+def test_the_same_table_in_any_dress_gives_the_same_answer(fatigue, diagnose, tmp_path):
+    status, plain, _, _ = diagnose(text(fatigue), argv=HALVES)
+    assert status == 0 and said(plain) == ("CREATIVE_FATIGUE", {"device": "Mobile phones"})
+    assert plain["confidence"] == {"level": "high", "votes": 3, "of": 3, "why": []}
+    for name, content in _dresses(fatigue, tmp_path):
+        status, found, _, err = diagnose(content, argv=HALVES)
+        assert status == 0, (name, err)
+        assert said(found) == said(plain), name
+        assert found["evidence"][0]["rows"] == plain["evidence"][0]["rows"], name
+
+
+def test_evidence_runs_again_from_the_users_file_and_is_what_numpy_says(fatigue, diagnose):
+    _, found, _, _ = diagnose(text(fatigue, number=lambda v: f"{v:,}"), argv=HALVES)
+    evidence = found["evidence"][0]
+    with duckdb.connect() as fresh:
+        fresh.execute(found["evidence_setup"])
+        again = fresh.execute(evidence["sql"]).fetchall()
+    assert [list(r) for r in again] == evidence["rows"]
+    for period, part, days, shown, ctr, cvr, cpc in again:
+        own = [
+            r
+            for r in fatigue
+            if (r["date"] < MIDDLE) == (period == "1 before") and (r["device"] == "Mobile phones") == (part == "slice")
+        ]
+        sums = {m: sum(r[m] for r in own) for m in NUMBERS}
+        assert days == 14 and shown == round(sums["impressions"] / 14)
+        want = (100 * sums["clicks"] / sums["impressions"], 100 * sums["orders"] / sums["clicks"])
+        np.testing.assert_allclose((ctr, cvr, cpc), (*want, sums["spend"] / sums["clicks"]), atol=6e-3)
+
+
+HEAD = "Date,Device,Impressions,Clicks\n"
+BAD = {
+    "empty": (b"", "is empty"),
+    "blanks": (b"\n \n\n", "nothing but blanks"),
+    "binary": (bytes(range(256)) * 20, "is binary"),
+    "utf-32": ("Date,Clicks\n".encode("utf-32"), "UTF-32"),
+    "no rows": (HEAD.encode(), "no rows"),
+    "one day": (f"{HEAD}2026-11-01,mobile,100,2\n2026-11-01,desktop,100,2\n".encode(), "one day"),
+    "no numbers": (b"Date,Device,Note\n2026-11-01,mobile,hello\n2026-11-02,mobile,bye\n", "no numbers of impressions"),
+    "words for numbers": (f"{HEAD}2026-11-01,mobile,many,few\n".encode(), "no numbers of impressions"),
+    "no dates": (b"Device,Impressions,Clicks\nmobile,1,1\ndesktop,2,1\n", "no column of dates"),
+    "prose": (b"Just a letter.\nIt is no table.\n", "no line of column names"),
+    "gzip": (b"\x1f\x8b" + bytes(30), "gzip archive"),
+    "old excel": (b"\xd0\xcf\x11\xe0" + bytes(600), "Excel"),
+    "broken parquet": (b"PAR1" + bytes(100), "cannot read"),
+    "broken duckdb": (bytes(8) + b"DUCK" + bytes(100), "cannot open"),
+    "either order": (
+        (HEAD + "".join(f"0{a}/0{b}/2026,mobile,100,3\n" for a in range(1, 6) for b in range(1, 6))).encode(),
+        "date_format",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_gets_one_clear_line(name, diagnose):
+    content, part = BAD[name]
+    status, _, _, err = diagnose(content)
+    assert status == 2 and part in err and err.startswith("trace-jax: ") and err.count("\n") == 1
+
+
+def test_archives_directories_and_missing_files(diagnose, tmp_path):
+    plain, locked = tmp_path / "a.zip", tmp_path / "b.zip"
+    with zipfile.ZipFile(plain, "w") as archive:
+        archive.writestr("a.csv", HEAD)
+    content = bytearray(plain.read_bytes())
+    content[6] |= 1  # the flag of an encrypted entry
+    locked.write_bytes(bytes(content))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x.csv").write_text(HEAD)
+    os.mkfifo(tmp_path / "pipe")
+    for path, part in (
+        (plain, "a zip archive"),
+        (locked, "password-protected"),
+        (tmp_path / "folder", "folder/x.csv"),
+        (tmp_path / "none.csv", "no such file"),
+        (tmp_path / "pipe", "no regular file"),
+    ):
+        status, _, _, err = diagnose(path)
+        assert status == 2 and part in err and err.count("\n") == 1
+
+
+def test_broken_lines_are_left_out_and_counted(fatigue, diagnose):
+    content = text(fatigue) + "2026-11-02,Brand,Mobile phones\n2026-11-02,Brand,Tablets,Japan,1,1,1,1,more,cells\n"
+    _, found, _, _ = diagnose(content, argv=HALVES)
+    assert any("2 lines have more or fewer cells" in q["text"] for q in found["quality"])
+    assert said(found)[1] == {"device": "Mobile phones"}
+
+
+# Columns
+
+
+def test_guessed_columns_are_shown_and_need_a_yes(fatigue, diagnose, tmp_path):
+    status, _, out, err = diagnose(text(fatigue), yes=False)
+    assert status == 2 and "--yes" in err and "Investigation" not in out
+    assert "impressions" in out and "device" in out
+    template = tmp_path / "mapping.yaml"
+    status, found, _, _ = diagnose(text(fatigue), argv=("--write-mapping", str(template)), yes=False)
+    assert status == 0 and found["mapping"] == str(template)
+    status, found, _, _ = diagnose(text(fatigue), argv=("--mapping", str(template), *HALVES), yes=False)
+    assert status == 0 and said(found) == ("CREATIVE_FATIGUE", {"device": "Mobile phones"})
+
+
+@pytest.mark.parametrize(
+    ("mapping", "part"),
+    [
+        ("colums: {}", "columns"),
+        ("columns: {clicks: Clics}", "no column 'Clics'"),
+        ("columns: {click: clicks}", "did you mean clicks"),
+        ("values: {geo: {Japan: JAPAN}}", "use one of US"),
+        ("timezone: Mars/Base", "no time zone"),
+        ("date_format: '%H'", "date_format"),
+        ("columns: {spend: campaign}", "holds no numbers"),
+    ],
+)
+def test_a_wrong_mapping_is_refused_with_a_mend(mapping, part, fatigue, diagnose, tmp_path):
+    (tmp_path / "m.yaml").write_text(mapping)
+    status, _, _, err = diagnose(text(fatigue), argv=("--mapping", str(tmp_path / "m.yaml")))
+    assert status == 2 and part in err and err.count("\n") == 1
+
+
+def test_nothing_that_maps_is_refused_and_null_means_totals_alone(fatigue, diagnose, tmp_path):
+    names = {"device": "Shelf", "geo": "Colour"}
+    values = {"Mobile phones": "A1", "Computers": "B2", "Tablets": "C3"}
+    values |= dict(zip(VALUES["geo"], ("red", "green", "blue", "grey"), strict=True))
+    table = [{k: values.get(v, v) for k, v in row.items()} for row in fatigue]
+    status, _, _, err = diagnose(text(table, names=names))
+    assert status == 2 and "Shelf, Colour" in err and "null" in err
+    (tmp_path / "m.yaml").write_text("columns: {device: null}")
+    status, found, _, _ = diagnose(text(table, names=names), argv=("--mapping", str(tmp_path / "m.yaml"), *HALVES))
+    assert status == 0 and found["slice"] == []
+    assert sum("cannot be seen" in line for line in found["not_checked"]) == 4
+    (tmp_path / "m.yaml").write_text("columns: {device: Shelf}\nvalues: {device: {A1: TABLET}}")
+    status, found, _, _ = diagnose(text(table, names=names), argv=("--mapping", str(tmp_path / "m.yaml"), *HALVES))
+    assert said(found) == ("CREATIVE_FATIGUE", {"device": "A1"}) and found["words"]["device"]["A1"] == "TABLET"
+
+
+def test_values_without_a_word_of_their_own_are_told_and_answered_for(diagnose):
+    """Six countries and four words: the largest stand alone, the rest together; none is lost."""
+    values = VALUES | {"geo": ("France", "Spain", "Italy", "Poland", "Peru", "Chile")}
+    shrink = {"Italy": 0.3, "Poland": 0.3, "Peru": 0.3, "Chile": 0.3}
+
+    def effect(t, cell):
+        return {"impressions": shrink.get(cell["geo"], 1.0)} | (
+            {"ctr": 0.6} if t >= 14 and cell["geo"] == "Spain" else {}
+        )
+
+    table = rows(effect=effect, values=values)
+    _, found, _, _ = diagnose(text(table), argv=HALVES)
+    assert said(found) == ("CREATIVE_FATIGUE", {"geo": "Spain"})
+    words = found["words"]["geo"]
+    assert len(words) == 6 and len(set(words.values())) == 4
+    assert sum(w == words["Chile"] for w in words.values()) == 3
+    assert any("together only" in line for line in found["not_checked"])
+
+
+# Quality
+
+
+def test_the_report_finds_what_was_done_to_the_data(diagnose):
+    table = rows()
+    gone = {FIRST + datetime.timedelta(5), FIRST + datetime.timedelta(20)}
+    kept = [r for r in table if r["date"] not in gone]
+    kept[3] |= {"impressions": 0, "clicks": 0, "orders": 0, "spend": 0.0}
+    kept[7] |= {"clicks": kept[7]["impressions"] + 5}
+    day = [r for r in kept if r["date"] == FIRST + datetime.timedelta(9)]
+    totals = {}
+    for row in kept:
+        entry = totals.setdefault(row["date"], {"date": row["date"], "campaign": "Brand"} | dict.fromkeys(NUMBERS, 0))
+        for m in NUMBERS:
+            entry[m] += row[m]
+    totals[FIRST + datetime.timedelta(11)]["impressions"] *= 2
+    status, found, _, _ = diagnose(text(kept + day), text(list(totals.values())), argv=HALVES)
+    assert status == 0
+    report = "\n".join(q["text"] for q in found["quality"])
+    assert "2 days have no rows: 2026-10-10, 2026-10-25" in report
+    assert "every row of 1 day is there more than once" in report
+    assert "1 of 312 rows have no impressions" in report
+    assert "1 rows have more clicks than impressions" in report
+    assert "impressions of the totals and of the slices differ on 1 days, most on 2026-10-16" in report
+
+
+def test_currencies_are_not_added_up(diagnose):
+    table = [{"currency": "USD" if r["geo"] != "Japan" else "JPY"} | r for r in rows()]
+    _, found, _, _ = diagnose(text(table), argv=HALVES)
+    assert any("several currencies (JPY, USD)" in q["text"] for q in found["quality"])
+    assert "cpc" not in found["evidence"][0]["columns"]
+
+
+def test_campaigns_must_be_named_and_siblings_are_used(diagnose):
+    table = rows(effect=MOBILE) + rows(seed=5, campaign="Other")
+    status, _, _, err = diagnose(text(table), argv=HALVES)
+    assert status == 2 and "'Brand'" in err and "--campaign" in err
+    _, found, _, _ = diagnose(text(table), argv=(*HALVES, "--campaign", "brand"))
+    assert found["campaign"] == "Brand" and said(found)[1] == {"device": "Mobile phones"}
+    assert not any("no other campaign" in line for line in found["not_checked"])
+
+
+# Judgement
+
+
+def test_mix_is_not_blamed_on_rates(diagnose):
+    """Case 1: shares (.5, .5) to (.8, .2) at fixed rates .01 and .05."""
+    values = {"placement": ("Detail Page on-Amazon", "Top of Search on-Amazon")}
+
+    def effect(t, cell):
+        top = cell["placement"].startswith("Top")
+        return {"ctr": 2.5 if top else 0.5, "impressions": 1.0 if t < 14 else 0.4 if top else 1.6}
+
+    table = rows(("placement",), effect=effect, values=values, impressions=60_000, noise=0.03)
+    _, found, _, _ = diagnose(text(table), argv=HALVES)
+    assert said(found) == ("PLACEMENT_SHIFT", {})
+    ctr = next(line for line in found["decomposition"] if line.startswith("CTR"))
+    mix, rate = float(ctr.split("placement ")[1].split(",")[0]), float(ctr.rsplit(" ", 1)[1])
+    assert mix < -1.0 and abs(rate) < 0.15 * abs(mix)
+
+
+def test_simpson_reversal(diagnose):
+    """Case 2: CTR rises inside every placement, falls overall."""
+    values = {"placement": ("Detail Page on-Amazon", "Top of Search on-Amazon")}
+
+    def effect(t, cell):
+        top = cell["placement"].startswith("Top")
+        late = {"impressions": 0.3 if top else 1.7, "ctr": (2.5 if top else 0.5) * 1.1}
+        return late if t >= 14 else {"ctr": 2.5 if top else 0.5}
+
+    _, found, _, _ = diagnose(text(rows(("placement",), effect=effect, values=values, impressions=60_000)), argv=HALVES)
+    assert said(found) == ("PLACEMENT_SHIFT", {})
+
+
+def quiet(seed, **options):
+    return rows(("placement", "device", "geo"), seed=seed, impressions=1500, noise=0.12, **options)
+
+
+def test_nothing_planted_abstains(diagnose):
+    """Cases 3, 5 and 10: noise, a tiny slice without clicks, a loud weekday cycle, one outlier day; unequal windows."""
+    abstained = 0
+    for seed in range(5):
+        outlier = {"impressions": 1.8}
+        table = quiet(seed, effect=lambda t, cell: outlier if t == 9 else {})
+        tiny = [r for r in table if r["device"] == "Tablets" and r["geo"] == "Japan"]
+        for row in tiny:
+            row |= {"impressions": 2, "clicks": int(row["date"] == FIRST), "orders": 0, "spend": 0.0}
+        unequal = ("--before", f"{FIRST}:2026-10-25", "--after", "2026-10-26:2026-11-01")
+        _, found, _, _ = diagnose(text(table), argv=unequal if seed % 2 else HALVES)
+        assert said(found)[1].get("geo") != "Japan"
+        abstained += found["cause"] == "NO_SIGNAL"
+    assert abstained >= 4
+
+
+def test_unequal_windows_find_the_slice(diagnose):
+    """Case 5: 21 days before, 7 after, summed volumes differ by two thirds; so do 7 and 21."""
+    for onset in (21, 7):
+        table = rows(effect=falls({"geo": "Germany"}, onset, ctr=0.6))
+        first = FIRST + datetime.timedelta(onset)
+        argv = ("--before", f"{FIRST}:{first - datetime.timedelta(1)}", "--after", f"{first}:2026-11-01")
+        _, found, _, _ = diagnose(text(table), argv=argv)
+        assert said(found) == ("CREATIVE_FATIGUE", {"geo": "Germany"})
+
+
+def test_zero_impressions_are_no_rate(diagnose):
+    """Case 11: a value without impressions in either window is finite everywhere and never the answer."""
+    table = rows(effect=lambda t, cell: {"impressions": 0.0} if cell["device"] == "Tablets" else MOBILE(t, cell))
+    _, found, _, _ = diagnose(text(table), argv=HALVES)
+    assert said(found) == ("CREATIVE_FATIGUE", {"device": "Mobile phones"})
+    assert all(
+        v is None or not isinstance(v, float) or np.isfinite(v) for e in found["evidence"] for r in e["rows"] for v in r
+    )
+
+
+def test_late_conversions_are_no_page_that_got_worse(diagnose):
+    """Case 13: the last six days hold 85 to 30 % of their orders. A page that got worse half-way is still found."""
+    late = lambda t, cell: {"cvr": 1 - 0.14 * (t - 21)} if t >= 22 else {}  # noqa: E731
+    table = rows(effect=late, impressions=20_000)
+    _, found, _, _ = diagnose(text(table), argv=HALVES)
+    assert found["cause"] == "NO_SIGNAL"
+    assert any(q["name"] == "late" and q["serious"] for q in found["quality"])
+    _, kept, _, _ = diagnose(text(table), argv=(*HALVES, "--lag", "0"))
+    assert kept["cause"] == "PAGE_DEGRADATION" and kept["confidence"]["level"] != "high"
+    worse = rows(effect=lambda t, cell: {"cvr": 0.6} if t >= 14 else {}, impressions=20_000)
+    _, found, _, _ = diagnose(text(worse), argv=HALVES)
+    assert found["cause"] == "PAGE_DEGRADATION"
+    assert any("OUT_OF_STOCK and PAGE_DEGRADATION" in line for line in found["not_checked"])
+
+
+def test_time_zones_move_the_days_and_not_the_answer(diagnose):
+    """Case 14: the same hours as moments of UTC, in days of UTC and of Los Angeles."""
+    table = []
+    for row in rows(effect=MOBILE):
+        for part, hour in enumerate((3, 15)):
+            moment = f"{row['date']}T{hour:02d}:00:00Z"
+            half = {m: row[m] // 2 + (row[m] % 2 if part else 0) for m in ("impressions", "clicks", "orders")}
+            table.append({"timestamp": moment, "device": row["device"], "geo": row["geo"]} | half)
+    _, utc, _, _ = diagnose(text(table))
+    _, west, _, _ = diagnose(text(table), argv=("--timezone", "America/Los_Angeles"))
+    assert said(utc) == said(west) == ("CREATIVE_FATIGUE", {"device": "Mobile phones"})
+    first = [q["text"][:10] for q in (utc["quality"][0], west["quality"][0])]
+    assert first == [str(FIRST), str(FIRST - datetime.timedelta(1))]
+
+
+def test_spellings_of_one_value_are_one_value(diagnose):
+    """Case 15."""
+    spellings = {"Mobile phones": ("mobile", "MOBILE", "Mobile Phones", "smartphone"), "Tablets": ("tablet", "TABLETS")}
+    table = rows(effect=MOBILE)
+    for number, row in enumerate(table):
+        options = spellings.get(row["device"], (row["device"],))
+        row["device"] = options[number % len(options)]
+    _, found, _, _ = diagnose(text(table), argv=HALVES)
+    assert found["cause"] == "CREATIVE_FATIGUE"
+    assert {
+        w for v, w in found["words"]["device"].items() if v.lower() in ("mobile", "mobile phones", "smartphone")
+    } == {"MOBILE"}
+    inside = next(r for r in found["evidence"][0]["rows"] if r[:2] == ["1 before", "slice"])
+    plain = rows(effect=MOBILE)
+    own = sum(r["impressions"] for r in plain if r["device"] == "Mobile phones" and r["date"] < MIDDLE)
+    assert inside[3] == round(own / 14)
+
+
+# Windows
+
+
+def test_windows_are_proposed_where_the_change_began(diagnose):
+    _, found, _, _ = diagnose(text(rows(effect=falls({"device": "Mobile phones"}, 18, ctr=0.6))))
+    assert found["windows"]["after"][0] == str(FIRST + datetime.timedelta(18))
+    assert said(found) == ("CREATIVE_FATIGUE", {"device": "Mobile phones"})
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (("--before", "2026-10-05:2026-10-18"), "--after is missing"),
+        (("--before", "2026-10-05", "--after", "2026-10-19:2026-10-20"), "first and last day"),
+        (("--before", "2026-10-05:2026-10-18", "--after", "2026-10-10:2026-10-20"), "must follow"),
+        (("--before", "2020-10-05:2020-10-18", "--after", "2026-10-19:2026-10-25"), "it needs 4"),
+        (("--agent", "grpo"), "--run-dir"),
+        (("--samples", "0"), "number of investigations"),
+    ],
+)
+def test_wrong_requests_get_one_line(argv, part, fatigue, diagnose):
+    status, _, _, err = diagnose(text(fatigue), argv=argv)
+    assert status == 2 and part in err and err.count("\n") == 1
+
+
+def test_step_scores_are_those_of_weighted_least_squares():
+    rng = np.random.default_rng(0)
+    y, w = rng.normal(size=20), rng.uniform(0.5, 2, 20)
+    scores = windows.step_scores(y, w, 4)
+    for t in range(4, 17):
+        x = np.stack([np.ones(20), np.arange(20) >= t], 1)
+        information = x.T @ (w[:, None] * x)
+        beta = np.linalg.solve(information, x.T @ (w * y))
+        variance = (w * (y - x @ beta) ** 2).sum() / 18 * np.linalg.inv(information)[1, 1]
+        np.testing.assert_allclose(scores[t], beta[1] / np.sqrt(variance))
+
+
+def test_moved_windows_are_parted_by_the_agents_own_middle():
+    """Whatever the windows: the median of first and last day, as the agent's SQL takes it, falls between them."""
+    rng = np.random.default_rng(1)
+    with duckdb.connect() as connection:
+        for before, gap, after in rng.integers(1, 40, (40, 3)):
+            a = FIRST
+            b = a + datetime.timedelta(int(before) - 1)
+            c = b + datetime.timedelta(int(gap))
+            d = c + datetime.timedelta(int(after) - 1)
+            moved = datetime.timedelta(tables.shift_days((a, b), (c, d)))
+            assert moved.days % 7 == 0
+            parted = connection.execute(
+                "SELECT $b > list_median([$a, $d]), $c > list_median([$a, $d])",
+                {"a": a - moved, "b": b - moved, "c": c, "d": d},
+            ).fetchone()
+            assert parted == (False, True)
