@@ -1,5 +1,5 @@
-"""`trace-jax diagnose` through the command: files in many dresses, judgements on data made with NumPy, evidence that can
-be run again."""
+"""`trace-jax diagnose` through the command: files in many dresses, judgements on data made with NumPy, evidence that
+can be run again."""
 
 import datetime
 import hashlib
@@ -322,8 +322,7 @@ def test_nothing_planted_abstains(diagnose):
     """Cases 3, 5 and 10: noise, a tiny slice without clicks, a loud weekday cycle, one outlier day; unequal windows."""
     abstained = 0
     for seed in range(5):
-        outlier = {"impressions": 1.8}
-        table = quiet(seed, effect=lambda t, cell: outlier if t == 9 else {})
+        table = quiet(seed, effect=lambda t, cell: {"impressions": 1.8} if t == 9 else {})
         tiny = [r for r in table if r["device"] == "Tablets" and r["geo"] == "Japan"]
         for row in tiny:
             row |= {"impressions": 2, "clicks": int(row["date"] == FIRST), "orders": 0, "spend": 0.0}

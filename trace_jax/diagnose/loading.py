@@ -215,20 +215,22 @@ def _read(
 
 def _unreadable(connection: duckdb.DuckDBPyConnection, plan: Plan, metrics: Sequence[str]) -> list[str]:
     """What is no number in columns of numbers, of rows with a date."""
-    out = []
-    for metric in metrics:
-        if metric not in plan.fields or plan.kind(plan.fields[metric]) != "VARCHAR":
-            continue
-        text, value = reading.text_of(plan.fields[metric]), plan.number(metric)
-        count, example = connection.execute(
-            f"SELECT count(*), any_value({text}) FROM {plan.source.relation}"
-            f" WHERE {value} IS NULL AND {text} IS NOT NULL AND {plan.date.expression} IS NOT NULL"
-        ).fetchone()
-        if count:
-            out.append(
-                f"{plan.source.name}: {count:,} of {plan.fields[metric]!r} are no numbers, e.g. {example!r}: taken as 0"
-            )
-    return out
+    text = [m for m in metrics if m in plan.fields and plan.kind(plan.fields[m]) == "VARCHAR"]
+    if not text:
+        return []
+    columns = []
+    for metric in text:
+        cell, value = reading.text_of(plan.fields[metric]), plan.number(metric)
+        lost = f"FILTER (WHERE {value} IS NULL AND {cell} IS NOT NULL)"
+        columns += [f"count(*) {lost}", f"any_value({cell}) {lost}"]
+    found = connection.execute(
+        f"SELECT {', '.join(columns)} FROM {plan.source.relation} WHERE {plan.date.expression} IS NOT NULL"
+    ).fetchone()
+    return [
+        f"{plan.source.name}: {count:,} of {plan.fields[metric]!r} are no numbers, e.g. {example!r}: taken as 0"
+        for metric, count, example in zip(text, found[::2], found[1::2], strict=True)
+        if count
+    ]
 
 
 def _aggregate(
