@@ -401,6 +401,22 @@ def test_spellings_of_one_value_are_one_value(diagnose):
     assert inside[3] == round(own / 14)
 
 
+def test_what_the_tables_cannot_tell_is_not_decided(diagnose):
+    """A fall of volume alone: a budget or the market. With a budget in the tables it is the budget."""
+    table = rows(effect=lambda t, cell: {"impressions": 0.55} if t >= 14 else {}, noise=0.04)
+    _, found, out, _ = diagnose(text(table), argv=HALVES)
+    assert found["cause"] is None and found["undecided"].startswith("BUDGET_CAP, or a move of the whole market")
+    assert found["confidence"]["level"] == "low" and "undecided: BUDGET_CAP" in out
+    spent = {}
+    for row in table:
+        spent[row["date"]] = spent.get(row["date"], 0) + row["spend"]
+    budgets = [
+        {"date": d, "campaign": "Brand", "budget": round(s * 1.02 if d >= MIDDLE else s * 2)} for d, s in spent.items()
+    ]
+    _, found, _, _ = diagnose(text(table), text(budgets), argv=HALVES)
+    assert found["cause"] == "BUDGET_CAP" and found["undecided"] is None
+
+
 # Windows
 
 

@@ -46,7 +46,8 @@ class Diagnosis:
     """The answer.
 
     Attributes:
-        cause: one of the twelve, None if no investigation came to a readable answer.
+        cause: one of the twelve; None if no investigation came to a readable answer, or if it is
+        undecided: what the investigations say, and what else looks the same in tables that lack what would tell.
         slice: (dimension, the user's value or values) of a segment cause.
         pairs: the same in the agent's words.
         votes: of the investigations for this answer, `of` in all. others: what the rest said.
@@ -61,11 +62,12 @@ class Diagnosis:
     others: tuple[tuple[str, int], ...]
     level: str
     why: tuple[str, ...]
+    undecided: str = ""
 
     @property
     def text(self) -> str:
         """Cause and slice in one line."""
-        return _said(self.cause, self.slice)
+        return f"undecided: {self.undecided}" if self.undecided else _said(self.cause, self.slice)
 
 
 def _said(cause: str | None, pairs: Sequence[Pair]) -> str:
@@ -75,14 +77,14 @@ def _said(cause: str | None, pairs: Sequence[Pair]) -> str:
 
 
 def conclude(
-    investigations: Sequence[Investigation], words: Sequence[Words], report: Report, weak: Mapping[str, str]
+    investigations: Sequence[Investigation], words: Sequence[Words], report: Report, alike: Mapping[str, str]
 ) -> Diagnosis:
     """The answer that most investigations give; of equally many, the one that was given first.
 
     Args:
-        weak: why the tables cannot carry an answer, by cause; see `weaknesses`.
+        alike: what these tables cannot tell from a cause, by cause; see `lookalikes`.
     """
-    held = {(w.dimension, word) for w in words for word in w.of.values()}
+    held = {(w.dimension, word) for w in words for word in w.of.values() if len(set(w.of.values())) > 1}
     names = {w.dimension: w for w in words}
     votes: Counter[tuple[str | None, tuple[Pair, ...]]] = Counter()
     for one in investigations:
@@ -90,7 +92,7 @@ def conclude(
         if parsed is None:
             votes[None, ()] += 1
             continue
-        # Words that stand for none of the user's values say nothing about the user's tables.
+        # A word that stands for none of the user's values, or for all of them, says nothing about the user's tables.
         pairs = tuple(p for p in parsed.driver_segments if p in held) if LEVELS[parsed.root_cause] == "segment" else ()
         if LEVELS[parsed.root_cause] == "segment" and not pairs:
             votes[None, ()] += 1
@@ -106,10 +108,10 @@ def conclude(
     level = "high" if agreement >= HIGH else "medium" if agreement >= MEDIUM else "low"
     if level == "high" and any(f.serious for f in report.findings):
         level = "medium"
-    if cause in weak:
-        level, why = "low", [weak[cause], *why]
-    named = tuple((d, names[d].name(v)) for d, v in pairs)
-    return Diagnosis(cause, named, pairs, count, sum(votes.values()), others, level, tuple(why))
+    named, undecided = tuple((d, names[d].name(v)) for d, v in pairs), ""
+    if cause in alike:
+        cause, undecided, level = None, f"{cause}, or {alike[cause]}", "low"
+    return Diagnosis(cause, named, pairs, count, sum(votes.values()), others, level, tuple(why), undecided)
 
 
 def describe(cause: str | None) -> str:
@@ -205,13 +207,13 @@ def parts(found: Series, windows: Windows) -> list[str]:
 # What is open
 
 
-def weaknesses(loaded: Loaded, found: Series) -> dict[str, str]:
-    """Why these tables cannot carry an answer, by cause."""
+def lookalikes(loaded: Loaded, found: Series) -> dict[str, str]:
+    """What looks the same as a cause in these tables, because what would tell is not in them."""
     lacks, out = tables.missing(loaded)["metrics"], {}
     if "budget" in lacks and not found.names:
-        out["BUDGET_CAP"] = "it rests on volume alone: without a budget or other campaigns a market move looks the same"
+        out["BUDGET_CAP"] = "a move of the whole market: without a budget or other campaigns both are a fall of volume"
     if "in_stock" in lacks:
-        out["OUT_OF_STOCK"] = "the tables hold no stock"
+        out["OUT_OF_STOCK"] = "PAGE_DEGRADATION: without stock both are a fall of CVR"
     return out
 
 
@@ -273,6 +275,7 @@ def as_json(loaded: Loaded, diagnosis: Diagnosis, found: Sequence[Evidence], ope
     return {
         "evidence_setup": loaded.setup,
         "cause": diagnosis.cause,
+        "undecided": diagnosis.undecided or None,
         "slice": [{"dimension": d, "value": v} for d, v in diagnosis.slice],
         "confidence": {
             "level": diagnosis.level,

@@ -29,6 +29,8 @@ from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.trajectory import Trajectory
 from trace_jax.warehouse.files import disk, replace
 
+LARGE = 50_000_000  # bytes of a file that is worth a line of its own
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -57,6 +59,9 @@ def command(config: RunConfig, asked: Asked) -> dict[str, Any]:
     """
     _check(asked)
     view = View()
+    large = [p for p in asked.files if p.is_file() and p.stat().st_size > LARGE]
+    for path in large:
+        Progress().note(f"reading {path}, {path.stat().st_size / 1e6:,.0f} MB: about a minute of one core for 350 MB")
     digests = {path: sources.digest(path) for path in asked.files if path.is_file()}
     with loading.database() as connection:
         result = _diagnose(config, asked, connection, view)
@@ -108,7 +113,7 @@ def _diagnose(config: RunConfig, asked: Asked, connection: Any, view: View) -> d
             loading.keep(loaded, str(asked.keep))
     agent = asked.agent or ("analyst" if asked.run_dir is None else "latest")
     investigations = _investigate(config, asked, agent, (loaded, words, compared, found), view)
-    diagnosis = findings.conclude(investigations, words, report, findings.weaknesses(loaded, found))
+    diagnosis = findings.conclude(investigations, words, report, findings.lookalikes(loaded, found))
     rows = findings.evidence(loaded, diagnosis, words, compared, campaign)
     opens = findings.open_questions(loaded, diagnosis, words, found, compared)
     split = findings.parts(found, compared)
