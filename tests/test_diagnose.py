@@ -187,6 +187,22 @@ def test_guessed_columns_are_shown_and_need_a_yes(fatigue, diagnose, tmp_path):
     assert status == 0 and said(found) == ("CREATIVE_FATIGUE", {"device": "Mobile phones"})
 
 
+def test_a_person_at_a_terminal_is_asked(fatigue, diagnose, monkeypatch):
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", lambda prompt: "n")
+    status, _, _, err = diagnose(text(fatigue), argv=HALVES, yes=False)
+    assert status == 2 and "--write-mapping" in err
+    monkeypatch.setattr("builtins.input", lambda prompt: "")
+    status, found, _, _ = diagnose(text(fatigue), argv=HALVES, yes=False)
+    assert status == 0 and said(found)[1] == {"device": "Mobile phones"}
+
+
+def test_cells_do_not_steer_the_terminal(diagnose):
+    values = VALUES | {"geo": ("\x1b[2JUnited States", "Germany")}
+    status, _, out, _ = diagnose(text(rows(values=values), names={"device": "De\x1bvice"}), argv=HALVES)
+    assert status == 0 and "\x1b" not in out
+
+
 @pytest.mark.parametrize(
     ("mapping", "part"),
     [

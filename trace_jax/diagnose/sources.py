@@ -319,7 +319,8 @@ def _unique(names: Sequence[str]) -> list[str]:
     seen: Counter[str] = Counter()
     out = []
     for number, name in enumerate(names, 1):
-        name = " ".join(name.replace("\ufeff", "").split()) or f"column {number}"
+        name = "".join(c if c.isprintable() else " " for c in name.replace("\ufeff", ""))
+        name = " ".join(name.split()) or f"column {number}"
         seen[name.casefold()] += 1
         out.append(name if seen[name.casefold()] == 1 else f"{name} #{seen[name.casefold()]}")
     return out

@@ -33,7 +33,7 @@ class View:
 
     def say(self, text: str = "", style: str = "") -> None:
         """One line, as it is."""
-        self._console.print(Text(text, style=style))
+        self._console.print(Text(_printable(text), style=style))
 
     def _head(self, text: str) -> None:
         self.say()
@@ -42,7 +42,7 @@ class View:
     def _table(self, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         table = Table(*names, box=None, pad_edge=False)
         for row in rows:
-            table.add_row(*(Text("" if v is None else f"{v:,.6g}" if isinstance(v, float) else str(v)) for v in row))
+            table.add_row(*(Text(_printable(v)) for v in row))
         self._console.print(table, soft_wrap=False)
 
     def columns(self, plans: Sequence[Plan]) -> None:
@@ -126,6 +126,12 @@ class View:
         """The statements after which the queries of the evidence give the same rows in any DuckDB."""
         self._head("to run the evidence again, in DuckDB, first")
         self._console.print(Text(text.rstrip(), style="dim"))
+
+
+def _printable(value: Any) -> str:
+    """A value as one line without control characters: a cell of a file must not steer the terminal."""
+    text = "" if value is None else f"{value:,.6g}" if isinstance(value, float) else str(value)
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _broken_pipe() -> None:
