@@ -12,7 +12,8 @@ import pytest
 from helpers_diagnose import FIRST, NUMBERS, VALUES, falls, result, rows, text
 
 from trace_jax import cli
-from trace_jax.diagnose import tables, windows
+from trace_jax.diagnose import findings, quality, tables, windows
+from trace_jax.environments.ads.answer import format_answer
 
 MIDDLE = FIRST + datetime.timedelta(14)
 HALVES = (
@@ -431,6 +432,18 @@ def test_what_the_tables_cannot_tell_is_not_decided(diagnose):
     ]
     _, found, _, _ = diagnose(text(table), text(budgets), argv=HALVES)
     assert found["cause"] == "BUDGET_CAP" and found["undecided"] is None
+
+
+@pytest.mark.parametrize(
+    ("answers", "cause", "level"), [("AAAAB", "A", "high"), ("AAABC", "A", "medium"), ("AABCD", None, "low")]
+)
+def test_an_answer_needs_more_than_half_of_the_investigations(answers, cause, level):
+    names = dict(zip("ABCD", ("BID_INCREASE", "NO_SIGNAL", "OUT_OF_STOCK", "BUDGET_CAP"), strict=True))
+    given = [findings.Investigation((), format_answer(names[a])) for a in answers]
+    found = findings.conclude(given, [], quality.Report(()), {})
+    assert (found.cause, found.level, found.of) == (names.get(cause), level, 5)
+    doubtful = findings.conclude(given, [], quality.Report((quality.Finding("x", "gaps", serious=True),)), {})
+    assert doubtful.level != "high" and "gaps" in doubtful.why
 
 
 # Windows

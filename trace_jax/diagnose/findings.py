@@ -47,7 +47,7 @@ class Diagnosis:
 
     Attributes:
         cause: one of the twelve; None if no investigation came to a readable answer, or if it is
-        undecided: what the investigations say, and what else looks the same in tables that lack what would tell.
+        undecided: why: no answer has more than half of the investigations, or the tables lack what would tell two apart.
         slice: (dimension, the user's value or values) of a segment cause.
         pairs: the same in the agent's words.
         votes: of the investigations for this answer, `of` in all. others: what the rest said.
@@ -111,6 +111,9 @@ def conclude(
     named, undecided = tuple((d, names[d].name(v)) for d, v in pairs), ""
     if cause in alike:
         cause, undecided, level = None, f"{cause}, or {alike[cause]}", "low"
+    elif cause is not None and 2 * count <= sum(votes.values()):
+        said = ", ".join(f"{n} say {told[key]}" for key, n in votes.most_common())
+        cause, named, pairs, undecided, level = None, (), (), f"the investigations disagree: {said}", "low"
     return Diagnosis(cause, named, pairs, count, sum(votes.values()), others, level, tuple(why), undecided)
 
 
