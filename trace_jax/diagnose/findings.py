@@ -47,7 +47,7 @@ class Diagnosis:
 
     Attributes:
         cause: one of the twelve; None if no investigation came to a readable answer, or if it is
-        undecided: why: no answer has more than half of the investigations, or the tables lack what would tell two apart.
+        undecided: no answer has more than half of the investigations, or the tables lack what would tell two apart.
         slice: (dimension, the user's value or values) of a segment cause.
         pairs: the same in the agent's words.
         votes: of the investigations for this answer, `of` in all. others: what the rest said.
