@@ -119,6 +119,8 @@ def conclude(
 
 def describe(cause: str | None) -> str:
     """The cause's signature in words."""
+    if cause == NO_SIGNAL:
+        return "none of the twelve causes stands out; what moved is season, market, trend or noise as far as this shows"
     return next((c.description for c in CAUSES if c.name == cause), "")
 
 
