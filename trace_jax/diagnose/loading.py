@@ -21,6 +21,7 @@ from trace_jax.diagnose.sources import literal, quoted
 MEMORY_MB = 1024
 THREADS = 2
 NO_CAMPAIGN = "(all)"
+_TABLES = ("cells", "raw_totals")
 TOLERANCE = 1.5  # an in-stock share above is in percent
 
 
@@ -58,6 +59,8 @@ def database() -> Iterator[duckdb.DuckDBPyConnection]:
     """An instance that reads files and writes none but its own temporary ones."""
     with tempfile.TemporaryDirectory(prefix="trace-jax-") as folder:
         config = {"threads": THREADS, "memory_limit": f"{MEMORY_MB}MB", "temp_directory": folder}
+        # A view of the user's database may name a file of the web: what would fetch it is not loaded.
+        config |= {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
         connection = duckdb.connect(":memory:", config=config)
         try:
             connection.execute("SET TimeZone = 'UTC'")
@@ -101,6 +104,7 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
         total_metrics = tuple(m for m in synonyms.METRICS if any(m in p.fields for p in totals))
         total_metrics = tuple(m for m in total_metrics if not mixed or m not in (*synonyms.AMOUNTS, "budget"))
         _read(connection, "raw_totals", totals, (), total_metrics, notes, problems)
+        notes += _one_campaign(connection)
         _aggregate(connection, "own_totals", "raw_totals", (), total_metrics)
         total_metrics = _merge_totals(connection, metrics, total_metrics)
     else:
@@ -160,7 +164,7 @@ def _select(plan: Plan, dimensions: Sequence[str], metrics: Sequence[str]) -> st
         if metric in (*synonyms.COUNTS, *synonyms.AMOUNTS) and metric in plan.fields:
             value = f"coalesce({value}, 0)"  # platforms leave a zero out
         columns.append(f"{value} AS {metric}")
-    return f"SELECT {', '.join(columns)}\n  FROM {plan.source.relation}"
+    return f"SELECT {', '.join(columns)}, hash(whole_row) AS row_key\n  FROM {plan.source.relation} whole_row"
 
 
 def _read(
@@ -177,9 +181,6 @@ def _read(
     for plan in plans:
         select = _select(plan, dimensions, metrics)
         parts.append(select)
-        select = select.replace(
-            f"\n  FROM {plan.source.relation}", f", hash(r) AS row_key FROM {plan.source.relation} r"
-        )
         verb = f"CREATE TABLE {table} AS" if plan is plans[0] else f"INSERT INTO {table}"
         try:
             connection.execute(f"{verb} {select}")
@@ -210,7 +211,15 @@ def _read(
             f"{int(repeated):,} row{'s' * (repeated > 1)} repeat another one word for word: kept, look at the export"
         )
     union = "\n  UNION ALL ".join(parts)
-    return f"SELECT {'DISTINCT ' * bool(days)}* FROM (\n  {union}\n) WHERE ds IS NOT NULL"
+    if not days:
+        return f"SELECT * EXCLUDE row_key FROM (\n  {union}\n) WHERE ds IS NOT NULL"
+    return (
+        f"WITH every AS (\n  {union}\n), doubled AS (\n"
+        "  SELECT ds FROM every GROUP BY ds HAVING count(*) >= 2 * count(DISTINCT row_key)\n), once AS (\n"
+        "  SELECT DISTINCT * FROM every WHERE ds IN (FROM doubled)\n"
+        "  UNION ALL SELECT * FROM every WHERE ds NOT IN (FROM doubled)\n)\n"
+        "SELECT * EXCLUDE row_key FROM once WHERE ds IS NOT NULL"
+    )
 
 
 def _unreadable(connection: duckdb.DuckDBPyConnection, plan: Plan, metrics: Sequence[str]) -> list[str]:
@@ -248,6 +257,17 @@ def _aggregate(
         f"CREATE TABLE {table} AS SELECT {', '.join([*keys, *sums])} FROM {source}"
         f" GROUP BY {', '.join(keys)} ORDER BY ALL"
     )
+
+
+def _one_campaign(connection: duckdb.DuckDBPyConnection) -> list[str]:
+    """A table without campaigns belongs to the only campaign of the other; said where there are several."""
+    names = {t: [r[0] for r in connection.execute(f"SELECT DISTINCT campaign FROM {t}").fetchall()] for t in _TABLES}
+    for table, other in (_TABLES, _TABLES[::-1]):
+        if names[table] == [NO_CAMPAIGN] != names[other]:
+            if len(names[other]) > 1:
+                return ["one of the files has no column of campaigns and cannot be told apart by the other's"]
+            connection.execute(f"UPDATE {table} SET campaign = ?", names[other])
+    return []
 
 
 def _merge_totals(

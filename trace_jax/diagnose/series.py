@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from trace_jax.config import ConfigError
 from trace_jax.config_io import nearest
 from trace_jax.diagnose import synonyms
-from trace_jax.diagnose.loading import NO_CAMPAIGN, Loaded, campaigns
+from trace_jax.diagnose.loading import Loaded, campaigns
 
 ALL = "all"  # --campaign all: every campaign together
 
@@ -86,14 +86,6 @@ def split(loaded: Loaded, campaign: str) -> None:
         keep = "false" if campaign == ALL and not own else keep
         values = {"name": campaign} if "$name" in keep else {}
         loaded.connection.execute(f"CREATE OR REPLACE TABLE {name} AS SELECT * FROM {source} WHERE {keep}", values)
-    # Totals of a file without campaigns are those of the only campaign there is.
-    if not loaded.ask("SELECT count(*) FROM daily")[0][0]:
-        anonymous = [
-            r[0] for r in loaded.ask("SELECT DISTINCT campaign FROM totals WHERE campaign = ?", NO_CAMPAIGN)
-        ] == [NO_CAMPAIGN]
-        if anonymous:
-            loaded.connection.execute(f"INSERT INTO daily SELECT * FROM totals WHERE campaign = '{NO_CAMPAIGN}'")
-            loaded.connection.execute(f"DELETE FROM others WHERE campaign = '{NO_CAMPAIGN}'")
 
 
 def series(loaded: Loaded, campaign: str) -> Series:
