@@ -440,6 +440,13 @@ def test_what_the_tables_cannot_tell_is_not_decided(diagnose):
     ]
     _, found, _, _ = diagnose(text(table), text(budgets), argv=HALVES)
     assert found["cause"] == "BUDGET_CAP" and found["undecided"] is None
+    levels = found["evidence"][1]
+    assert levels["columns"] == ["period", "days", "budget_a_day"]
+    with duckdb.connect() as fresh:
+        fresh.execute(found["evidence_setup"])
+        assert [list(r) for r in fresh.execute(levels["sql"]).fetchall()] == levels["rows"]
+    means = [np.mean([b["budget"] for b in budgets if (b["date"] < MIDDLE) == early]) for early in (True, False)]
+    np.testing.assert_allclose([r[2] for r in levels["rows"]], means, atol=0.01)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trace_jax.diagnose import reading, tables
-from trace_jax.diagnose.loading import Loaded
+from trace_jax.diagnose.loading import NO_CAMPAIGN, Loaded
 from trace_jax.diagnose.quality import Report
 from trace_jax.diagnose.series import ALL, Series
 from trace_jax.diagnose.sources import literal
@@ -134,8 +134,8 @@ def evidence(
     names = {w.dimension: w for w in words}
     spans = [f"ds BETWEEN {_date(first)} AND {_date(last)}" for first, last in (windows.before, windows.after)]
     where = f"({' OR '.join(spans)})"
-    if campaign != ALL:
-        where += f" AND campaign = {literal(campaign)}"
+    if campaign != ALL:  # rows of a file without campaigns are the only campaign's
+        where += f" AND campaign IN ({literal(campaign)}, {literal(NO_CAMPAIGN)})"
     period = f"CASE WHEN ds <= {_date(windows.before[1])} THEN '1 before' ELSE '2 after' END AS period"
     figures = _figures(loaded.metrics)
     out = []
@@ -154,6 +154,12 @@ def evidence(
         out.append(
             _evidence(loaded, f"shares of impressions by {mixed}", [period, mixed], [share, *figures[1:]], where)
         )
+    levels = {"budget": "round(avg(budget), 2) AS budget_a_day", "in_stock": "round(avg(in_stock), 4) AS in_stock"}
+    shown = [sql for metric, sql in levels.items() if metric in loaded.own_totals]
+    if shown and not diagnosis.pairs:
+        spend = ["round(sum(spend) / count(DISTINCT ds), 2) AS spend_a_day"] if "spend" in loaded.own_totals else []
+        columns = ["count(DISTINCT ds) AS days", *spend, *shown]
+        out.append(_evidence(loaded, "budget and stock", [period], columns, where, "loaded_totals"))
     return out
 
 
@@ -171,9 +177,11 @@ def _figures(metrics: Sequence[str]) -> list[str]:
     return out
 
 
-def _evidence(loaded: Loaded, title: str, keys: Sequence[str], figures: Sequence[str], where: str) -> Evidence:
+def _evidence(
+    loaded: Loaded, title: str, keys: Sequence[str], figures: Sequence[str], where: str, view: str = "loaded"
+) -> Evidence:
     columns, numbers = ",\n       ".join([*keys, *figures]), ", ".join(str(n + 1) for n in range(len(keys)))
-    sql = f"SELECT {columns}\nFROM loaded WHERE {where}\nGROUP BY {numbers} ORDER BY {numbers}"
+    sql = f"SELECT {columns}\nFROM {view} WHERE {where}\nGROUP BY {numbers} ORDER BY {numbers}"
     cursor = loaded.connection.execute(sql)
     names = tuple(d[0] for d in cursor.description)
     return Evidence(title, sql, names, tuple(cursor.fetchall()))

@@ -30,10 +30,10 @@ class Loaded:
     """The tables `cells` and `totals` of a connection, and what is to be said of them.
 
     Attributes:
-        setup: statements that make the view `loaded` of the rows of `cells` in any DuckDB, from the user's own files:
-            after them evidence can be run again.
+        setup: statements that make views in any DuckDB from the user's own files, `loaded` of the rows of `cells` and
+            `loaded_totals` of those of `totals` if they have files of their own: evidence can be run again after them.
         metrics: of `cells`. total_metrics: of `totals`.
-        own_totals: whether `totals` comes from files of its own, not from sums of `cells`.
+        own_totals: metrics of the files that `totals` comes from; empty if it is the sum of `cells`.
         notes: what was dropped or not read. problems: what makes results doubtful.
         currency: of amounts, empty if it is not known.
     """
@@ -44,7 +44,7 @@ class Loaded:
     dimensions: tuple[str, ...]
     metrics: tuple[str, ...]
     total_metrics: tuple[str, ...]
-    own_totals: bool
+    own_totals: tuple[str, ...]
     currency: str = ""
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
     if mixed:
         problems.append(f"amounts are in several currencies ({mixed}): spend and sales are not looked at")
         metrics = tuple(m for m in metrics if m not in (*synonyms.AMOUNTS, "budget"))
-    base = _read(connection, "raw_cells", main, dimensions, metrics, notes, problems)
+    views, held = {"loaded": _read(connection, "raw_cells", main, dimensions, metrics, notes, problems)}, ()
     _aggregate(connection, "cells", "raw_cells", dimensions, metrics)
     if not connection.execute("SELECT count(*) FROM cells").fetchone()[0]:
         raise ConfigError(f"{main[0].source.path} has no rows with a date: export it again, or name its date column")
@@ -103,16 +103,18 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
     if totals:
         total_metrics = tuple(m for m in synonyms.METRICS if any(m in p.fields for p in totals))
         total_metrics = tuple(m for m in total_metrics if not mixed or m not in (*synonyms.AMOUNTS, "budget"))
-        _read(connection, "raw_totals", totals, (), total_metrics, notes, problems)
+        views["loaded_totals"] = _read(connection, "raw_totals", totals, (), total_metrics, notes, problems)
+        held = total_metrics
         notes += _one_campaign(connection)
         _aggregate(connection, "own_totals", "raw_totals", (), total_metrics)
         total_metrics = _merge_totals(connection, metrics, total_metrics)
     else:
         _aggregate(connection, "totals", "cells", (), metrics)
-    view = f"CREATE OR REPLACE TEMP VIEW loaded AS\n{base};\n"
-    connection.execute(view)
-    setup = reading.MACROS + "".join(dict.fromkeys(f"{p.source.attach};\n" for p in main if p.source.attach)) + view
-    return Loaded(connection, plans, setup, dimensions, metrics, total_metrics, bool(totals), currency, notes, problems)
+    made = "".join(f"CREATE OR REPLACE TEMP VIEW {name} AS\n{sql};\n" for name, sql in views.items())
+    connection.execute(made)
+    attached = dict.fromkeys(f"{p.source.attach};\n" for p in [*main, *totals] if p.source.attach)
+    setup = reading.MACROS + "".join(attached) + made
+    return Loaded(connection, plans, setup, dimensions, metrics, total_metrics, tuple(held), currency, notes, problems)
 
 
 def _main(plans: Sequence[Plan]) -> list[Plan]:

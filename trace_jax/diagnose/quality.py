@@ -108,10 +108,9 @@ def _agreement(loaded: Loaded, found: Series) -> list[Finding]:
     """Totals of their own file against the sums of the rows by slice."""
     if not loaded.own_totals:
         return []
-    own = {m for p in loaded.plans if not p.dimensions for m in p.fields}
     out, compared = [], []
     for metric in (*synonyms.COUNTS, *synonyms.AMOUNTS):
-        if metric not in loaded.metrics or metric not in own or metric not in found.totals:
+        if metric not in loaded.metrics or metric not in loaded.own_totals or metric not in found.totals:
             continue
         days = loaded.ask(
             f"WITH d AS (SELECT ds, sum({metric}) x FROM daily GROUP BY ds),"
