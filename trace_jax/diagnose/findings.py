@@ -135,7 +135,7 @@ def evidence(
     spans = [f"ds BETWEEN {_date(first)} AND {_date(last)}" for first, last in (windows.before, windows.after)]
     where = f"({' OR '.join(spans)})"
     if campaign != ALL:  # rows of a file without campaigns are the only campaign's
-        where += f" AND campaign IN ({literal(campaign)}, {literal(NO_CAMPAIGN)})"
+        where += f"\n  AND campaign IN ({literal(campaign)}, {literal(NO_CAMPAIGN)})"
     period = f"CASE WHEN ds <= {_date(windows.before[1])} THEN '1 before' ELSE '2 after' END AS period"
     figures = _figures(loaded.metrics)
     out = []
@@ -181,7 +181,7 @@ def _evidence(
     loaded: Loaded, title: str, keys: Sequence[str], figures: Sequence[str], where: str, view: str = "loaded"
 ) -> Evidence:
     columns, numbers = ",\n       ".join([*keys, *figures]), ", ".join(str(n + 1) for n in range(len(keys)))
-    sql = f"SELECT {columns}\nFROM {view} WHERE {where}\nGROUP BY {numbers} ORDER BY {numbers}"
+    sql = f"SELECT {columns}\nFROM {view}\nWHERE {where}\nGROUP BY {numbers} ORDER BY {numbers}"
     cursor = loaded.connection.execute(sql)
     names = tuple(d[0] for d in cursor.description)
     return Evidence(title, sql, names, tuple(cursor.fetchall()))
@@ -236,13 +236,11 @@ def open_questions(
     """What the tables cannot tell, in the order of what matters most for this answer."""
     lacks, out = tables.missing(loaded), []
     for dimension in lacks["dimensions"]:
-        hidden = [c.name for c in CAUSES if c.drivers and set(c.drivers) <= {dimension, *lacks["dimensions"]}]
+        hidden = [c.name for c in CAUSES if dimension in c.drivers and set(c.drivers) <= set(lacks["dimensions"])]
         tail = (
-            f": {', '.join(hidden)} cannot be seen"
-            if hidden
-            else ": a change inside one of its values is not seen as such"
+            f"{', '.join(hidden)} cannot be seen" if hidden else "a change inside one of its values is not seen as such"
         )
-        out.append(f"no {dimension} in the tables{tail}")
+        out.append(f"no {dimension} in the tables: {tail}")
     for w in words:
         if len({word for word in w.of.values()}) < 2:
             out.append(f"{w.dimension} has a single value: nothing to compare it with")

@@ -21,6 +21,7 @@ from trace_jax.recipes.play_after import query_of, step_in_words
 from trace_jax.recipes.play_answer import spoken
 
 SHOWN_LINES = 8  # of what a call showed
+PIPE_WIDTH = 140  # columns of a table where nobody knows how many there are
 
 
 class View:
@@ -28,6 +29,8 @@ class View:
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        if not self._console.is_terminal:
+            self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False, width=PIPE_WIDTH)
         self._console.on_broken_pipe = _broken_pipe
         self._calls = 0
 
