@@ -122,6 +122,7 @@ BAD = {
     "blanks": (b"\n \n\n", "nothing but blanks"),
     "binary": (bytes(range(256)) * 20, "is binary"),
     "utf-32": ("Date,Clicks\n".encode("utf-32"), "UTF-32"),
+    "windows": ("Date,Device,Cost €\n".encode("cp1252"), "iconv -f WINDOWS-1252"),
     "no rows": (HEAD.encode(), "no rows"),
     "one day": (f"{HEAD}2026-11-01,mobile,100,2\n2026-11-01,desktop,100,2\n".encode(), "one day"),
     "no numbers": (b"Date,Device,Note\n2026-11-01,mobile,hello\n2026-11-02,mobile,bye\n", "no numbers of impressions"),

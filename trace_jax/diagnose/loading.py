@@ -159,7 +159,7 @@ def _currency(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection) -> t
 
 def _select(plan: Plan, dimensions: Sequence[str], metrics: Sequence[str]) -> str:
     campaign = reading.text_of(plan.fields["campaign"]) if "campaign" in plan.fields else literal(NO_CAMPAIGN)
-    columns = [f"{plan.date.expression} AS ds", f"coalesce({campaign}, '(none)') AS campaign"]
+    columns = [f"cell_day({plan.date.expression}) AS ds", f"coalesce({campaign}, '(none)') AS campaign"]
     columns += [f"coalesce({reading.text_of(plan.fields[d])}, '(none)') AS {d}" for d in dimensions]
     for metric in metrics:
         value = plan.number(metric) if metric in plan.fields else "NULL::DOUBLE"
@@ -192,7 +192,7 @@ def _read(
         notes += _unreadable(connection, plan, metrics)
     undated = connection.execute(f"SELECT count(*) FROM {table} WHERE ds IS NULL").fetchone()[0]
     if undated:
-        notes.append(f"{undated:,} row{'s' * (undated > 1)} without a date left out (totals, footers)")
+        notes.append(f"{undated:,} row{'s' * (undated > 1)} without a date left out (totals, footers, misspelt dates)")
         connection.execute(f"DELETE FROM {table} WHERE ds IS NULL")
     doubled = f"SELECT ds FROM {table} GROUP BY ds HAVING count(*) >= 2 * count(DISTINCT row_key)"
     days = connection.execute(f"SELECT count(*) FROM ({doubled})").fetchone()[0]

@@ -152,21 +152,23 @@ def incomplete_days(found: Series) -> tuple[int, str]:
     rate = orders[early].sum() / clicks[early].sum()
     expected = rate * clicks
     residual = orders[early] - expected[early]
-    noise = max(float((residual**2).sum() / max((expected[early] ** 1).sum(), 1e-9)), 1.0)  # dispersion of the counts
+    noise = max(float((residual**2).sum() / max(expected[early].sum(), 1e-9)), 1.0)  # dispersion of the counts
 
     def z(part: slice) -> float:
         return float((orders[part] - expected[part]).sum() / np.sqrt(noise * max(expected[part].sum(), 1e-9)))
 
     last = slice(end - LAG_DAYS, end)
     ratio = orders[last] / np.maximum(expected[last], 1e-9)
-    falling = np.polyfit(np.arange(LAG_DAYS), ratio, 1, w=np.sqrt(expected[last]))[0] < 0
+    weight = expected[last] / max(expected[last].sum(), 1e-9)
+    day = np.arange(LAG_DAYS) - (weight * np.arange(LAG_DAYS)).sum()
+    falling = (weight * day * ratio).sum() < 0  # sign of the weighted slope
     late = z(slice(end - 3, end)) <= -LATE_Z and z(middle) > -2.0 and falling and ratio[-1] <= ratio[:-2].min()
     if not late:
         return (
             cut,
             f"the last day ({found.last}) has {shown[-1] / max(usual, 1):.0%} of the usual impressions" if cut else "",
         )
-    fallen = np.flatnonzero(ratio < 1 - 1.0 * np.sqrt(noise / np.maximum(expected[last], 1e-9)))
+    fallen = np.flatnonzero(ratio < 1 - np.sqrt(noise / np.maximum(expected[last], 1e-9)))
     count = LAG_DAYS - int(fallen.min()) + cut
     return count, (
         f"the last {count} days look incomplete: orders a click fall day by day to {ratio[-1]:.0%} of the usual "

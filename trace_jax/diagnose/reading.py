@@ -22,6 +22,8 @@ MACROS = r"""CREATE OR REPLACE TEMP MACRO cell_text(x) AS CASE
   WHEN lower(trim(x::VARCHAR, chr(32) || chr(9) || chr(160)))
     IN ('', '-', '--', '—', '–', 'null', 'n/a', 'nan', 'none', '#n/a')
   THEN NULL ELSE trim(x::VARCHAR, chr(32) || chr(9) || chr(160)) END;
+CREATE OR REPLACE TEMP MACRO cell_day(d) AS
+  CASE WHEN d BETWEEN DATE '1990-01-01' AND DATE '2100-01-01' THEN d END;
 CREATE OR REPLACE TEMP MACRO cell_finite(x) AS CASE WHEN isfinite(x) THEN x END;
 CREATE OR REPLACE TEMP MACRO cell_signed(t, x) AS
   cell_finite(x * CASE WHEN t LIKE '(%)' THEN -1 ELSE 1 END / CASE WHEN suffix(t, '%') THEN 100 ELSE 1 END);

@@ -272,8 +272,20 @@ def _encoding(path: Path, head: bytes) -> str:
                 decoder.decode(block)
             decoder.decode(b"", final=True)
     except UnicodeDecodeError:
+        if _has_windows_letters(path):
+            mend = f"save it as UTF-8, e.g. iconv -f WINDOWS-1252 -t UTF-8 {path} > utf8.csv"
+            raise ConfigError(f"{path} is neither UTF-8 nor Latin-1 text (Windows-1252?): {mend}") from None
         return "latin-1"
     return "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
+
+
+def _has_windows_letters(path: Path) -> bool:
+    """Whether a file has bytes that are letters in Windows-1252 alone: Latin-1 has none there, and DuckDB reads that."""
+    with _reading(path), open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            if len(block.translate(None, delete=bytes(range(0x80, 0xA0)))) < len(block):
+                return True
+    return False
 
 
 def _newline(text: str) -> str:

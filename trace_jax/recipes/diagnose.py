@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 
 from trace_jax.config import ConfigError, RunConfig
@@ -63,8 +64,12 @@ def command(config: RunConfig, asked: Asked) -> dict[str, Any]:
     for path in large:
         Progress().note(f"reading {path}, {path.stat().st_size / 1e6:,.0f} MB: about a minute of one core for 350 MB")
     digests = {path: sources.digest(path) for path in asked.files if path.is_file()}
-    with loading.database() as connection:
-        result = _diagnose(config, asked, connection, view)
+    try:
+        with loading.database() as connection:
+            result = _diagnose(config, asked, connection, view)
+    except (duckdb.InvalidInputException, duckdb.IOException, duckdb.OutOfMemoryException) as error:
+        reason = " ".join(str(error).split(chr(10))[0].split())[:200]
+        raise ConfigError(f"cannot read {', '.join(map(str, asked.files))}: {reason}; export it again") from None
     for path, before in digests.items():
         if sources.digest(path) != before:
             raise ConfigError(f"{path} was changed by another program while it was read: run the command again")
