@@ -230,7 +230,7 @@ def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection) -> Sou
         relation = reader("strict_mode=true, ignore_errors=true")
         left = "left out"
     else:
-        relation = reader("strict_mode=false, ignore_errors=true, null_padding=true")
+        relation = reader("strict_mode=false, ignore_errors=true, null_padding=true, parallel=false")
         left = "read as far as they go"
     if broken:
         count = f"{broken:,} line{'s have' if broken > 1 else ' has'}"
@@ -280,7 +280,7 @@ def _encoding(path: Path, head: bytes) -> str:
 
 
 def _has_windows_letters(path: Path) -> bool:
-    """Whether a file has bytes that are letters in Windows-1252 alone: Latin-1 has none there, and DuckDB reads that."""
+    """Whether a file has bytes that are letters in Windows-1252 and nothing in Latin-1, which DuckDB reads."""
     with _reading(path), open(path, "rb") as file:
         while block := file.read(_BLOCK):
             if len(block.translate(None, delete=bytes(range(0x80, 0xA0)))) < len(block):

@@ -30,6 +30,7 @@ from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.trajectory import Trajectory
 from trace_jax.warehouse.files import disk, replace
 
+UNREADABLE = (duckdb.InvalidInputException, duckdb.IOException, duckdb.OutOfMemoryException)
 LARGE = 50_000_000  # bytes of a file that is worth a line of its own
 
 
@@ -67,7 +68,11 @@ def command(config: RunConfig, asked: Asked) -> dict[str, Any]:
     try:
         with loading.database() as connection:
             result = _diagnose(config, asked, connection, view)
-    except (duckdb.InvalidInputException, duckdb.IOException, duckdb.OutOfMemoryException) as error:
+    except duckdb.Error as error:
+        if (
+            not isinstance(error, UNREADABLE) and type(error) is not duckdb.Error
+        ):  # a fault of the query, not of the file
+            raise
         reason = " ".join(str(error).split(chr(10))[0].split())[:200]
         raise ConfigError(f"cannot read {', '.join(map(str, asked.files))}: {reason}; export it again") from None
     for path, before in digests.items():
