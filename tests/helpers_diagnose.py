@@ -2,11 +2,14 @@
 
 import csv
 import datetime
+import hashlib
 import io
 import itertools
 import json
 
 import numpy as np
+
+from trace_jax import cli
 
 FIRST = datetime.date(2026, 10, 5)  # a Monday
 VALUES = {
@@ -91,3 +94,38 @@ def text(
 def result(out):
     """The JSON object that a command printed last."""
     return json.loads(out.splitlines()[-1])
+
+
+MIDDLE = FIRST + datetime.timedelta(14)
+HALVES = (
+    "--before",
+    f"{FIRST}:{MIDDLE - datetime.timedelta(1)}",
+    "--after",
+    f"{MIDDLE}:{MIDDLE + datetime.timedelta(13)}",
+)
+MOBILE = falls({"device": "Mobile phones"}, ctr=0.6)
+
+
+def runner(tmp_path, capsys):
+    """Runs the command on files of text, bytes or paths: exit status, JSON or None, stdout, stderr."""
+
+    def run(*files, argv=(), yes=True):
+        paths = []
+        for number, content in enumerate(files):
+            path = content
+            if isinstance(content, (str, bytes)):
+                path = tmp_path / f"file{number}.csv"
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            paths.append(path)
+        before = [hashlib.sha256(p.read_bytes()).digest() if p.is_file() else None for p in paths]
+        words = ["diagnose", *map(str, paths), *(["--yes"] if yes else []), "--json", "--samples", "3", *argv]
+        status = cli.main(words)
+        assert before == [hashlib.sha256(p.read_bytes()).digest() if p.is_file() else None for p in paths]
+        out, err = capsys.readouterr()
+        return status, result(out) if status == 0 else None, out, err
+
+    return run
+
+
+def said(found):
+    return found["cause"], {s["dimension"]: s["value"] for s in found["slice"]}
