@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -43,8 +44,12 @@ _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def _simulate(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import simulate
+    from trace_jax.recipes import exports, simulate
 
+    if args.export is not None:
+        if args.split or args.resume or args.composition != "paper":
+            raise ConfigError("--export takes no --split, --composition or --resume: leave them out")
+        return exports.command(config, args.export, args.out, args.episodes)
     return simulate.simulate(
         config,
         args.out,
@@ -81,6 +86,13 @@ def _play(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax.recipes import play
 
     return play.play(config, args.split, args.index, seed=args.seed, out=args.out, run_dir=args.run_dir)
+
+
+def _diagnose(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax.recipes import diagnose
+
+    asked = {name.name: getattr(args, name.name) for name in dataclasses.fields(diagnose.Asked)}
+    return diagnose.command(config, diagnose.Asked(**asked | {"files": tuple(args.files)}))
 
 
 def _train(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
@@ -213,6 +225,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "sft": _train,
     "grpo": _train,
     "eval": _eval,
+    "diagnose": _diagnose,
     "capability": _capability,
     "import": _import,
     "export": _export,
@@ -302,7 +315,7 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     """The run whose configuration a command starts from, None for commands that begin with none."""
     if args.command in ("simulate", "inspect", "certify", "bench"):
         return None
-    if args.command in ("play", "fit-rules"):
+    if args.command in ("play", "fit-rules", "diagnose"):
         return args.run_dir
     if args.command == "reproduce":
         return args.init

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from trace_jax import cli_capability, config_io
+from trace_jax import cli_capability, cli_diagnose, config_io
 from trace_jax.config import ConfigError
 from trace_jax.recipes import studies
 from trace_jax.recipes.studies import STUDIES
@@ -16,7 +16,7 @@ from trace_jax.recipes.tracking import SERVICES
 
 TRAINING = ("train", "sft", "grpo")
 FIXED = ("export", "report")  # show a run as it was: no configuration of their own
-ADS_ONLY = ("simulate", "inspect", "play", "certify", "fit-rules")  # look at the advertising world itself
+ADS_ONLY = ("simulate", "inspect", "play", "certify", "fit-rules", "diagnose")  # look at the advertising world itself
 # Agents without a policy, see `recipes.domain`.
 SCRIPTED = ("analyst", "contribution", "adtributor", "squeeze", "riskloc", "scan", "ceiling", "explorer", "solver")
 _BENCHES = {
@@ -50,6 +50,7 @@ COMMANDS = {
     "grpo": "GRPO, in a run whose SFT is done or in a new one from its policy (--init)",
     "eval": "score a run's policy or a baseline on held-out episodes",
     "fit-rules": "fit the rules of the baselines contribution to scan on the training split",
+    "diagnose": "investigate your own tables: CSV, Parquet or DuckDB, with a trained policy or the analyst",
     "capability": "find what a policy lacks: contrast of failed and passed attempts",
     "import": "begin a run with an open checkpoint: Hugging Face layout (safetensors), or a GGUF file",
     "export": "write a run's policy in Hugging Face layout (safetensors), or its adapters for PEFT",
@@ -108,6 +109,8 @@ def build() -> argparse.ArgumentParser:
         p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
         if name in (*TRAINING, "simulate"):
             p.add_argument("--dry-run", action="store_true", help=_DRY_RUN[name == "grpo"])
+        if name == "diagnose":
+            cli_diagnose.build(p)
         if name == "import":
             whose = "directory with config.json and safetensors, or a GGUF file"
             p.add_argument("--from", dest="source", type=Path, required=True, metavar="PATH", help=whose)
@@ -135,6 +138,8 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--composition", default="paper", choices=("paper", "balanced"), help="mix of causes")
             p.add_argument("--split", action="append", choices=SPLITS, help="only this split (may be repeated)")
             p.add_argument("--resume", action="store_true", help="continue the data set in --out where it stopped")
+            export = "CSV files shaped like this platform's reports instead, one or two an episode, and truth.json"
+            p.add_argument("--export", choices=("amazon", "google", "meta"), help=export)
         if name == "certify":
             p.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default: docs")
             p.add_argument("--episodes", type=int, default=1200, metavar="N", help="proposals at each setting")

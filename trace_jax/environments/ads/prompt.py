@@ -6,6 +6,9 @@ the cause: averages a day, since days may be missing from either half.
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Mapping
+
 import numpy as np
 
 from trace_jax.config import ConfigError
@@ -17,6 +20,7 @@ from trace_jax.warehouse.schema import COLUMNS, VISIBLE_TABLES
 from trace_jax.warehouse.splits import EpisodeRecord
 
 STYLES = ("compact", "full")
+ASKED = ("impressions", "clicks", "orders", "spend")  # metrics whose change the question tells
 NUDGE = {
     "compact": "Answer now.",
     "full": "This was your last tool call. Give the final answer now, as the JSON object described above.",
@@ -40,24 +44,39 @@ def user_prompt(record: EpisodeRecord, style: str) -> str:
     batch, i = record.batch, record.position
     days = batch.impressions.shape[1]
     half = days // 2
-    name, start, middle = campaign_name(batch.campaign_id[i]), day(batch, i, 0), day(batch, i, half)
     mask, days_present = batch.segment_mask[i], np.asarray(batch.day_mask[i])
     present = max(days_present[:half].sum(), 1), max(days_present[half:].sum(), 1)
     change = {}
-    for metric in ("impressions", "clicks", "orders", "spend"):
+    for metric in ASKED:
         series = np.asarray(getattr(batch, metric)[i][:, mask], np.float64).sum(1)
         # Averages a day: a half from which days are missing has not lost their volume (case 5 of the data cases).
-        change[metric] = _percent(series[:half].sum() / present[0], series[half:].sum() / present[1])
+        change[metric] = (series[:half].sum() / present[0], series[half:].sum() / present[1])
+    name, advertiser = campaign_name(batch.campaign_id[i]), advertiser_name(batch.advertiser_id[i])
+    return question(change, style, name, advertiser, (day(batch, i, 0), day(batch, i, half), day(batch, i, days - 1)))
+
+
+def question(
+    change: Mapping[str, tuple[float, float]],
+    style: str,
+    campaign: str,
+    advertiser: str,
+    days: tuple[datetime.date, datetime.date, datetime.date],
+) -> str:
+    """The question about the observed change of a campaign. ConfigError on an unknown style.
+
+    Args:
+        change: of each of `ASKED`, its mean a day in the baseline and in the period in question.
+        days: first day, first day of the period in question, last day.
+    """
+    texts = [f"{metric} {_percent(*change[metric])}" for metric in ASKED]
     if check_style(style) == "compact":
-        described = ", ".join(f"{metric} {text}" for metric, text in change.items())
         # No ids or dates: segment_daily holds this campaign only, and the middle of its dates splits the halves.
-        return f"{described}. Why?"
-    described = "; ".join(f"{metric} {text}" for metric, text in change.items())
-    end = day(batch, i, days - 1)
+        return f"{', '.join(texts)}. Why?"
+    start, middle, end = days
     return (
-        f"Campaign {name}, advertiser {advertiser_name(batch.advertiser_id[i])}. Days {start} to {end}; the baseline "
-        f"is the first half, the period in question starts on {middle}. A day of the second half against one of the "
-        f"first: {described}. What caused the change?"
+        f"Campaign {campaign}, advertiser {advertiser}. Days {start} to {end}; the baseline is the first half, the "
+        f"period in question starts on {middle}. A day of the second half against one of the first: "
+        f"{'; '.join(texts)}. What caused the change?"
     )
 
 

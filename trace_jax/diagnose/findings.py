@@ -1,0 +1,303 @@
+"""From investigations to a diagnosis in the user's terms: what most of them say, the rows behind it, what is open."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trace_jax.diagnose import reading, tables
+from trace_jax.diagnose.loading import NO_CAMPAIGN, Loaded
+from trace_jax.diagnose.quality import Report
+from trace_jax.diagnose.series import ALL, Series
+from trace_jax.diagnose.sources import literal
+from trace_jax.diagnose.windows import RATES, Windows
+from trace_jax.diagnose.words import Words, shared
+from trace_jax.environments.ads.answer import Pair, parse_lenient
+from trace_jax.environments.ads.decompose import decompose
+from trace_jax.simulator.causes import CAUSES, LEVELS, NO_SIGNAL
+
+HIGH, MEDIUM = 0.8, 0.6  # agreement
+
+
+@dataclass(frozen=True)
+class Investigation:
+    """One attempt: (code, observation) of each call, and the answer's text, None if there was none."""
+
+    steps: tuple[tuple[str, str], ...]
+    answer: str | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Rows and the SQL that gives them again after `Loaded.setup`, in any DuckDB, from the user's own files."""
+
+    title: str
+    sql: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The answer.
+
+    Attributes:
+        cause: one of the twelve; None if no investigation came to a readable answer, or if it is
+        undecided: no answer has more than half of the investigations, or the tables lack what would tell two apart.
+        slice: (dimension, the user's value or values) of a segment cause.
+        pairs: the same in the agent's words.
+        votes: of the investigations for this answer, `of` in all. others: what the rest said.
+        level: "high" | "medium" | "low"; `why` it is not high.
+    """
+
+    cause: str | None
+    slice: tuple[Pair, ...]
+    pairs: tuple[Pair, ...]
+    votes: int
+    of: int
+    others: tuple[tuple[str, int], ...]
+    level: str
+    why: tuple[str, ...]
+    undecided: str = ""
+
+    @property
+    def text(self) -> str:
+        """Cause and slice in one line."""
+        return f"undecided: {self.undecided}" if self.undecided else _said(self.cause, self.slice)
+
+
+def _said(cause: str | None, pairs: Sequence[Pair]) -> str:
+    if cause is None:
+        return "no readable answer"
+    return cause + (" in " + " & ".join(f"{d} = {v}" for d, v in pairs) if pairs else "")
+
+
+def conclude(
+    investigations: Sequence[Investigation], words: Sequence[Words], report: Report, alike: Mapping[str, str]
+) -> Diagnosis:
+    """The answer that most investigations give; of equally many, the one that was given first.
+
+    Args:
+        alike: what these tables cannot tell from a cause, by cause; see `lookalikes`.
+    """
+    held = {(w.dimension, word) for w in words for word in w.of.values() if len(set(w.of.values())) > 1}
+    names = {w.dimension: w for w in words}
+    votes: Counter[tuple[str | None, tuple[Pair, ...]]] = Counter()
+    for one in investigations:
+        parsed = parse_lenient(one.answer or "")
+        if parsed is None:
+            votes[None, ()] += 1
+            continue
+        # A word that stands for none of the user's values, or for all of them, says nothing about the user's tables.
+        pairs = tuple(p for p in parsed.driver_segments if p in held) if LEVELS[parsed.root_cause] == "segment" else ()
+        if LEVELS[parsed.root_cause] == "segment" and not pairs:
+            votes[None, ()] += 1
+            continue
+        votes[parsed.root_cause, pairs] += 1
+    readable = [(key, n) for key, n in votes.most_common() if key[0] is not None]
+    (cause, pairs), count = readable[0] if readable else ((None, ()), votes[None, ()])
+    told = {key: _said(key[0], [(d, names[d].name(v)) for d, v in key[1]]) for key in votes}
+    others = tuple((told[key], n) for key, n in votes.most_common() if key != (cause, pairs))
+    why = [f"{sum(votes.values()) - count} of {sum(votes.values())} investigations say otherwise"] if others else []
+    why += [f.text for f in report.findings if f.serious]
+    agreement = count / max(sum(votes.values()), 1) if cause is not None else 0.0
+    level = "high" if agreement >= HIGH else "medium" if agreement >= MEDIUM else "low"
+    if level == "high" and any(f.serious for f in report.findings):
+        level = "medium"
+    named, undecided = tuple((d, names[d].name(v)) for d, v in pairs), ""
+    if cause in alike:
+        cause, undecided, level = None, f"{cause}, or {alike[cause]}", "low"
+    elif cause is not None and 2 * count <= sum(votes.values()):
+        said = ", ".join(f"{n} say {told[key]}" for key, n in votes.most_common())
+        cause, named, pairs, undecided, level = None, (), (), f"the investigations disagree: {said}", "low"
+    return Diagnosis(cause, named, pairs, count, sum(votes.values()), others, level, tuple(why), undecided)
+
+
+def describe(cause: str | None) -> str:
+    """The cause's signature in words."""
+    if cause == NO_SIGNAL:
+        return "none of the twelve causes stands out; what moved is season, market, trend or noise as far as this shows"
+    return next((c.description for c in CAUSES if c.name == cause), "")
+
+
+# Evidence
+
+
+def evidence(
+    loaded: Loaded, diagnosis: Diagnosis, words: Sequence[Words], windows: Windows, campaign: str
+) -> list[Evidence]:
+    """Both windows side by side: the slice and the rest, or the campaign; and the shares for causes of the mix."""
+    names = {w.dimension: w for w in words}
+    spans = [f"ds BETWEEN {_date(first)} AND {_date(last)}" for first, last in (windows.before, windows.after)]
+    where = f"({' OR '.join(spans)})"
+    if campaign != ALL:  # rows of a file without campaigns are the only campaign's
+        where += f"\n  AND campaign IN ({literal(campaign)}, {literal(NO_CAMPAIGN)})"
+    period = f"CASE WHEN ds <= {_date(windows.before[1])} THEN '1 before' ELSE '2 after' END AS period"
+    figures = _figures(loaded.metrics)
+    out = []
+    if diagnosis.pairs:
+        inside = " AND ".join(
+            f"{d} IN ({', '.join(literal(v) for v in names[d].values(word))})" for d, word in diagnosis.pairs
+        )
+        part = f"CASE WHEN {inside} THEN 'slice' ELSE 'rest' END AS part"
+        out.append(_evidence(loaded, "the slice and the rest, before and after", [period, part], figures, where))
+    else:
+        out.append(_evidence(loaded, "the campaign, before and after", [period], figures, where))
+    mixed = {"PLACEMENT_SHIFT": "placement"}.get(diagnosis.cause or "", "audience")
+    if LEVELS.get(diagnosis.cause or NO_SIGNAL) == "mix" and mixed in loaded.dimensions:
+        which = period.removesuffix(" AS period")
+        share = f"round(100 * sum(impressions) / sum(sum(impressions)) OVER (PARTITION BY {which}), 1) AS share_percent"
+        out.append(
+            _evidence(loaded, f"shares of impressions by {mixed}", [period, mixed], [share, *figures[1:]], where)
+        )
+    levels = {"budget": "round(avg(budget), 2) AS budget_a_day", "in_stock": "round(avg(in_stock), 4) AS in_stock"}
+    shown = [sql for metric, sql in levels.items() if metric in loaded.own_totals]
+    if shown and not diagnosis.pairs:
+        spend = ["round(sum(spend) / count(DISTINCT ds), 2) AS spend_a_day"] if "spend" in loaded.own_totals else []
+        columns = ["count(DISTINCT ds) AS days", *spend, *shown]
+        out.append(_evidence(loaded, "budget and stock", [period], columns, where, "loaded_totals"))
+    return out
+
+
+def _date(day: object) -> str:
+    return f"DATE '{day}'"
+
+
+def _figures(metrics: Sequence[str]) -> list[str]:
+    out = ["count(DISTINCT ds) AS days", "round(sum(impressions) / count(DISTINCT ds)) AS impressions_a_day"]
+    out.append("round(100 * sum(clicks) / nullif(sum(impressions), 0), 3) AS ctr_percent")
+    if "orders" in metrics:
+        out.append("round(100 * sum(orders) / nullif(sum(clicks), 0), 2) AS cvr_percent")
+    if "spend" in metrics:
+        out.append("round(sum(spend) / nullif(sum(clicks), 0), 3) AS cpc")
+    return out
+
+
+def _evidence(
+    loaded: Loaded, title: str, keys: Sequence[str], figures: Sequence[str], where: str, view: str = "loaded"
+) -> Evidence:
+    columns, numbers = ",\n       ".join([*keys, *figures]), ", ".join(str(n + 1) for n in range(len(keys)))
+    sql = f"SELECT {columns}\nFROM {view}\nWHERE {where}\nGROUP BY {numbers} ORDER BY {numbers}"
+    cursor = loaded.connection.execute(sql)
+    names = tuple(d[0] for d in cursor.description)
+    return Evidence(title, sql, names, tuple(cursor.fetchall()))
+
+
+def parts(found: Series, windows: Windows) -> list[str]:
+    """How much of each rate's change is mix and how much is rate, by the dimension whose mix explains the most."""
+    before, after = tables.masks(found, windows)
+    out = []
+    for name, (n, d) in RATES.items():
+        if n not in found.totals or d not in found.totals:
+            continue
+        best = None
+        for dimension in dict.fromkeys(key for key, _ in found.values):
+            rows = [v for (key, _), v in found.values.items() if key == dimension]
+            if any(n not in r or d not in r for r in rows):
+                continue
+            sums = [
+                np.maximum(np.array([[r[m][mask].sum() for r in rows] for mask in (before, after)]), 0) for m in (n, d)
+            ]
+            split = decompose(tuple(sums[0]), tuple(sums[1]))
+            if split.before is None or split.after is None:
+                continue
+            if best is None or abs(split.mix.sum()) > abs(best[1].mix.sum()):
+                best = dimension, split
+        if best is None:
+            continue
+        dimension, split = best
+        scale, unit = (100, " %") if name != "cpc" else (1, "")
+        text = f"{name.upper()} {scale * split.before:.4g}{unit} to {scale * split.after:.4g}{unit}"
+        text += f": mix of {dimension} {scale * split.mix.sum():+.3g}, rates inside {scale * split.rate.sum():+.3g}"
+        out.append(text + (f" ({split.warning})" if split.warning else ""))
+    return out
+
+
+# What is open
+
+
+def lookalikes(loaded: Loaded, found: Series) -> dict[str, str]:
+    """What looks the same as a cause in these tables, because what would tell is not in them."""
+    lacks, out = tables.missing(loaded)["metrics"], {}
+    if "budget" in lacks and not found.names:
+        out["BUDGET_CAP"] = "a move of the whole market: without a budget or other campaigns both are a fall of volume"
+    if "in_stock" in lacks:
+        out["OUT_OF_STOCK"] = "PAGE_DEGRADATION: without stock both are a fall of CVR"
+    return out
+
+
+def open_questions(
+    loaded: Loaded, diagnosis: Diagnosis, words: Sequence[Words], found: Series, windows: Windows
+) -> list[str]:
+    """What the tables cannot tell, in the order of what matters most for this answer."""
+    lacks, out = tables.missing(loaded), []
+    for dimension in lacks["dimensions"]:
+        hidden = [c.name for c in CAUSES if dimension in c.drivers and set(c.drivers) <= set(lacks["dimensions"])]
+        tail = (
+            f"{', '.join(hidden)} cannot be seen" if hidden else "a change inside one of its values is not seen as such"
+        )
+        out.append(f"no {dimension} in the tables: {tail}")
+    for w in words:
+        if len({word for word in w.of.values()}) < 2:
+            out.append(f"{w.dimension} has a single value: nothing to compare it with")
+    if "in_stock" in lacks["metrics"]:
+        either = " (a fall of CVR may be either)" if diagnosis.cause == "PAGE_DEGRADATION" else ""
+        out.append(f"no stock in the tables: OUT_OF_STOCK and PAGE_DEGRADATION cannot be told apart{either}")
+    if "budget" in lacks["metrics"]:
+        out.append("no budget in the tables: BUDGET_CAP is only a fall of volume at unchanged rates")
+    if "orders" in lacks["metrics"]:
+        out.append("no orders in the tables: conversion causes cannot be seen")
+    if "spend" in lacks["metrics"] or "spend" not in loaded.metrics:
+        out.append("no spend by slice: causes that raise the CPC cannot be told from those that do not")
+    if not found.names:
+        out.append("no other campaign in the tables: what moved the whole market looks like this campaign's own change")
+    out += shared(words)
+    unused = [c for p in loaded.plans for c in p.unused]
+    if unused:
+        out.append(f"columns not used: {', '.join(dict.fromkeys(unused))}")
+    short = [n for n, m in zip(("before", "after"), tables.masks(found, windows), strict=True) if m.sum() < 7]
+    if short:
+        out.append(f"less than a week {' and '.join(short)}: weekdays cannot be told from a change")
+    out.append("the answer is one of twelve causes; what one campaign's history shows together need not be its cause")
+    return out
+
+
+def unmapped(loaded: Loaded) -> list[str]:
+    """Columns that may be dimensions but are mapped to none."""
+    out = []
+    for plan in loaded.plans:
+        for column in plan.unused:
+            if plan.kind(column) != "VARCHAR" or plan.dimensions:
+                continue
+            text = reading.text_of(column)
+            word = f"CASE WHEN TRY_CAST({text} AS DOUBLE) IS NULL THEN {text} END"
+            query = f"SELECT count(DISTINCT {word}) FROM (SELECT * FROM {plan.source.relation} LIMIT 200000)"
+            if 2 <= loaded.ask(query)[0][0] <= 200:
+                out.append(column)
+    return list(dict.fromkeys(out))
+
+
+def as_json(loaded: Loaded, diagnosis: Diagnosis, found: Sequence[Evidence], opens: Sequence[str]) -> Mapping[str, Any]:
+    """For `--json`."""
+    return {
+        "evidence_setup": loaded.setup,
+        "cause": diagnosis.cause,
+        "undecided": diagnosis.undecided or None,
+        "slice": [{"dimension": d, "value": v} for d, v in diagnosis.slice],
+        "confidence": {
+            "level": diagnosis.level,
+            "votes": diagnosis.votes,
+            "of": diagnosis.of,
+            "why": list(diagnosis.why),
+        },
+        "others": [{"answer": text, "votes": n} for text, n in diagnosis.others],
+        "evidence": [
+            {"title": e.title, "sql": e.sql, "columns": list(e.columns), "rows": [list(r) for r in e.rows]}
+            for e in found
+        ],
+        "not_checked": list(opens),
+    }

@@ -1,0 +1,304 @@
+"""The user's tables as two: `cells` (a row a day, campaign and slice) and `totals` (a row a day and campaign).
+
+Everything happens in one DuckDB instance of this process, so a file of gigabytes streams through; what is kept is the
+sum by day, campaign and slice. What was dropped or could not be read is counted and said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import duckdb
+
+from trace_jax.config import ConfigError
+from trace_jax.diagnose import reading, synonyms
+from trace_jax.diagnose.mapping import Plan
+from trace_jax.diagnose.sources import literal, quoted
+
+MEMORY_MB = 1024
+THREADS = 2
+NO_CAMPAIGN = "(all)"
+_TABLES = ("cells", "raw_totals")
+TOLERANCE = 1.5  # an in-stock share above is in percent
+
+
+@dataclass
+class Loaded:
+    """The tables `cells` and `totals` of a connection, and what is to be said of them.
+
+    Attributes:
+        setup: statements that make views in any DuckDB from the user's own files, `loaded` of the rows of `cells` and
+            `loaded_totals` of those of `totals` if they have files of their own: evidence can be run again after them.
+        metrics: of `cells`. total_metrics: of `totals`.
+        own_totals: metrics of the files that `totals` comes from; empty if it is the sum of `cells`.
+        notes: what was dropped or not read. problems: what makes results doubtful.
+        currency: of amounts, empty if it is not known.
+    """
+
+    connection: duckdb.DuckDBPyConnection
+    plans: Sequence[Plan]
+    setup: str
+    dimensions: tuple[str, ...]
+    metrics: tuple[str, ...]
+    total_metrics: tuple[str, ...]
+    own_totals: tuple[str, ...]
+    currency: str = ""
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def ask(self, sql: str, *values: object) -> list[tuple]:
+        """Rows of a query on the loaded tables."""
+        return self.connection.execute(sql, list(values)).fetchall()
+
+
+@contextlib.contextmanager
+def database() -> Iterator[duckdb.DuckDBPyConnection]:
+    """An instance that reads files and writes none but its own temporary ones."""
+    with tempfile.TemporaryDirectory(prefix="trace-jax-") as folder:
+        config = {"threads": THREADS, "memory_limit": f"{MEMORY_MB}MB", "temp_directory": folder}
+        # A view of the user's database may name a file of the web: what would fetch it is not loaded.
+        config |= {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+        connection = duckdb.connect(":memory:", config=config)
+        try:
+            connection.execute("SET TimeZone = 'UTC'")
+            connection.execute(reading.MACROS)
+            connection.execute("SET enable_progress_bar = false")
+            yield connection
+        finally:
+            connection.close()
+
+
+def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out: Sequence[str] = ()) -> Loaded:
+    """Reads all rows.
+
+    Raises:
+        ConfigError: no impressions or clicks, no row with a date, or a file that breaks off in the middle.
+    """
+    notes, problems = list(left_out), []
+    for plan in plans:
+        notes += [f"{plan.source.name}: {note}" for note in plan.source.notes]
+    main = _main(plans)
+    others = [p for p in plans if p not in main]
+    totals = [p for p in others if not p.dimensions and {"impressions", "budget", "in_stock"} & p.fields.keys()]
+    for plan in others:
+        if plan not in totals:
+            what = (
+                f"breaks down by {' and '.join(plan.dimensions)}" if plan.dimensions else "has no metric of a campaign"
+            )
+            notes.append(f"{plan.source.name} {what} and cannot be crossed with the other file: diagnose it by itself")
+    dimensions = main[0].dimensions
+    currency, mixed = _currency([*main, *totals], connection)
+    metrics = tuple(m for m in synonyms.METRICS if any(m in p.fields for p in main))
+    if mixed:
+        problems.append(f"amounts are in several currencies ({mixed}): spend and sales are not looked at")
+        metrics = tuple(m for m in metrics if m not in (*synonyms.AMOUNTS, "budget"))
+    views, held = {"loaded": _read(connection, "raw_cells", main, dimensions, metrics, notes, problems)}, ()
+    _aggregate(connection, "cells", "raw_cells", dimensions, metrics)
+    if not connection.execute("SELECT count(*) FROM cells").fetchone()[0]:
+        raise ConfigError(f"{main[0].source.path} has no rows with a date: export it again, or name its date column")
+    total_metrics = metrics
+    if totals:
+        total_metrics = tuple(m for m in synonyms.METRICS if any(m in p.fields for p in totals))
+        total_metrics = tuple(m for m in total_metrics if not mixed or m not in (*synonyms.AMOUNTS, "budget"))
+        views["loaded_totals"] = _read(connection, "raw_totals", totals, (), total_metrics, notes, problems)
+        held = total_metrics
+        notes += _one_campaign(connection)
+        _aggregate(connection, "own_totals", "raw_totals", (), total_metrics)
+        total_metrics = _merge_totals(connection, metrics, total_metrics)
+    else:
+        _aggregate(connection, "totals", "cells", (), metrics)
+    made = "".join(f"CREATE OR REPLACE TEMP VIEW {name} AS\n{sql};\n" for name, sql in views.items())
+    connection.execute(made)
+    attached = dict.fromkeys(f"{p.source.attach};\n" for p in [*main, *totals] if p.source.attach)
+    setup = reading.MACROS + "".join(attached) + made
+    return Loaded(connection, plans, setup, dimensions, metrics, total_metrics, tuple(held), currency, notes, problems)
+
+
+def _main(plans: Sequence[Plan]) -> list[Plan]:
+    """The tables that break down the most: all of them that have the same dimensions."""
+    able = [p for p in plans if {"impressions", "clicks"} <= p.fields.keys()]
+    if not able:
+        first = max(plans, key=lambda p: len(p.fields))
+        missing = " and ".join(m for m in ("impressions", "clicks") if m not in first.fields)
+        held = [c for c in first.source.columns if c != first.fields["date"]]
+        raise ConfigError(
+            f"{first.source.path} has no numbers of {missing} among {', '.join(held[:12]) or 'its columns'}: "
+            "name the column in a --mapping file; a diagnosis needs impressions and clicks by day"
+        )
+    shape = max((p.dimensions for p in able), key=len)
+    return [p for p in able if p.dimensions == shape]
+
+
+def _currency(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection) -> tuple[str, str]:
+    """Currency of the amounts, and all of them if there are several."""
+    found: set[str] = set()
+    for plan in plans:
+        amounts = [plan.fields[m] for m in synonyms.AMOUNTS if m in plan.fields]
+        if not amounts:
+            continue
+        if plan.currency is not None:
+            query = f"SELECT DISTINCT {reading.text_of(plan.currency)} FROM {plan.source.relation} LIMIT 20"
+            found |= {str(r[0]).upper() for r in connection.execute(query).fetchall() if r[0] is not None}
+            continue
+        for column in amounts:
+            if plan.kind(column) == "VARCHAR":
+                sign = f"regexp_extract({reading.text_of(column)}, '([^0-9.,()%+\\s-]+)', 1)"
+                query = f"SELECT DISTINCT {sign} FROM {plan.source.relation} LIMIT 20"
+                signs = {r[0].strip() for r in connection.execute(query).fetchall() if r[0]}
+                found |= {
+                    synonyms.CURRENCY_SIGNS.get(s, s)
+                    for s in signs
+                    if s in synonyms.CURRENCY_SIGNS or (len(s) == 3 and s.isupper())
+                }
+            found |= {c for c in ("USD", "EUR", "GBP", "JPY", "CAD", "AUD", "INR") if f"({c})" in column.upper()}
+    return (next(iter(found)), "") if len(found) == 1 else ("", ", ".join(sorted(found)))
+
+
+def _select(plan: Plan, dimensions: Sequence[str], metrics: Sequence[str]) -> str:
+    campaign = reading.text_of(plan.fields["campaign"]) if "campaign" in plan.fields else literal(NO_CAMPAIGN)
+    columns = [f"cell_day({plan.date.expression}) AS ds", f"coalesce({campaign}, '(none)') AS campaign"]
+    columns += [f"coalesce({reading.text_of(plan.fields[d])}, '(none)') AS {d}" for d in dimensions]
+    for metric in metrics:
+        value = plan.number(metric) if metric in plan.fields else "NULL::DOUBLE"
+        if metric in (*synonyms.COUNTS, *synonyms.AMOUNTS) and metric in plan.fields:
+            value = f"coalesce({value}, 0)"  # platforms leave a zero out
+        columns.append(f"{value} AS {metric}")
+    return f"SELECT {', '.join(columns)}, hash(whole_row) AS row_key\n  FROM {plan.source.relation} whole_row"
+
+
+def _read(
+    connection: duckdb.DuckDBPyConnection,
+    table: str,
+    plans: Sequence[Plan],
+    dimensions: Sequence[str],
+    metrics: Sequence[str],
+    notes: list[str],
+    problems: list[str],
+) -> str:
+    """Creates `table` of the rows with a date, once each; returns the SQL that reads them from the files."""
+    parts = []
+    for plan in plans:
+        select = _select(plan, dimensions, metrics)
+        parts.append(select)
+        verb = f"CREATE TABLE {table} AS" if plan is plans[0] else f"INSERT INTO {table}"
+        try:
+            connection.execute(f"{verb} {select}")
+        except duckdb.Error as error:
+            reason = " ".join(str(error).split("\n")[0].split())[:160]
+            raise ConfigError(f"cannot read {plan.source.path} to its end: {reason}") from None
+        notes += _unreadable(connection, plan, metrics)
+    undated = connection.execute(f"SELECT count(*) FROM {table} WHERE ds IS NULL").fetchone()[0]
+    if undated:
+        notes.append(f"{undated:,} row{'s' * (undated > 1)} without a date left out (totals, footers, misspelt dates)")
+        connection.execute(f"DELETE FROM {table} WHERE ds IS NULL")
+    doubled = f"SELECT ds FROM {table} GROUP BY ds HAVING count(*) >= 2 * count(DISTINCT row_key)"
+    days = connection.execute(f"SELECT count(*) FROM ({doubled})").fetchone()[0]
+    if days:
+        problems.append(
+            f"every row of {days} day{'s' * (days > 1)} is there more than once (exports that overlap?): counted once"
+        )
+        connection.execute(
+            f"CREATE TABLE once AS SELECT DISTINCT * FROM {table} WHERE ds IN ({doubled});"
+            f"DELETE FROM {table} WHERE ds IN (SELECT ds FROM once); INSERT INTO {table} FROM once; DROP TABLE once"
+        )
+    again = f"SELECT count(*) n FROM {table} WHERE impressions > 0 GROUP BY row_key HAVING n > 1"
+    repeated = connection.execute(
+        f"SELECT coalesce(sum(n - 1), 0) FROM ({again})" if "impressions" in metrics else "SELECT 0"
+    ).fetchone()[0]
+    if repeated:
+        problems.append(
+            f"{int(repeated):,} row{'s' * (repeated > 1)} repeat another one word for word: kept, look at the export"
+        )
+    union = "\n  UNION ALL ".join(parts)
+    if not days:
+        return f"SELECT * EXCLUDE row_key FROM (\n  {union}\n) WHERE ds IS NOT NULL"
+    return (
+        f"WITH every AS (\n  {union}\n), doubled AS (\n"
+        "  SELECT ds FROM every GROUP BY ds HAVING count(*) >= 2 * count(DISTINCT row_key)\n), once AS (\n"
+        "  SELECT DISTINCT * FROM every WHERE ds IN (FROM doubled)\n"
+        "  UNION ALL SELECT * FROM every WHERE ds NOT IN (FROM doubled)\n)\n"
+        "SELECT * EXCLUDE row_key FROM once WHERE ds IS NOT NULL"
+    )
+
+
+def _unreadable(connection: duckdb.DuckDBPyConnection, plan: Plan, metrics: Sequence[str]) -> list[str]:
+    """What is no number in columns of numbers, of rows with a date."""
+    text = [m for m in metrics if m in plan.fields and plan.kind(plan.fields[m]) == "VARCHAR"]
+    if not text:
+        return []
+    columns = []
+    for metric in text:
+        cell, value = reading.text_of(plan.fields[metric]), plan.number(metric)
+        lost = f"FILTER (WHERE {value} IS NULL AND {cell} IS NOT NULL)"
+        columns += [f"count(*) {lost}", f"any_value({cell}) {lost}"]
+    found = connection.execute(
+        f"SELECT {', '.join(columns)} FROM {plan.source.relation} WHERE {plan.date.expression} IS NOT NULL"
+    ).fetchone()
+    return [
+        f"{plan.source.name}: {count:,} of {plan.fields[metric]!r} are no numbers, e.g. {example!r}: taken as 0"
+        for metric, count, example in zip(text, found[::2], found[1::2], strict=True)
+        if count
+    ]
+
+
+def _aggregate(
+    connection: duckdb.DuckDBPyConnection, table: str, source: str, dimensions: Sequence[str], metrics: Sequence[str]
+) -> None:
+    keys = ["ds", "campaign", *dimensions]
+    sums = []
+    for metric in metrics:
+        how = {"budget": "max", "in_stock": "avg"}.get(metric, "sum")
+        value = f"{how}({metric})"
+        if metric == "in_stock":
+            value = f"(CASE WHEN {value} > {TOLERANCE} THEN {value} / 100 ELSE {value} END)"
+        sums.append(f"{value} AS {metric}")
+    connection.execute(
+        f"CREATE TABLE {table} AS SELECT {', '.join([*keys, *sums])} FROM {source}"
+        f" GROUP BY {', '.join(keys)} ORDER BY ALL"
+    )
+
+
+def _one_campaign(connection: duckdb.DuckDBPyConnection) -> list[str]:
+    """A table without campaigns belongs to the only campaign of the other; said where there are several."""
+    names = {t: [r[0] for r in connection.execute(f"SELECT DISTINCT campaign FROM {t}").fetchall()] for t in _TABLES}
+    for table, other in (_TABLES, _TABLES[::-1]):
+        if names[table] == [NO_CAMPAIGN] != names[other]:
+            if len(names[other]) > 1:
+                return ["one of the files has no column of campaigns and cannot be told apart by the other's"]
+            connection.execute(f"UPDATE {table} SET campaign = ?", names[other])
+    return []
+
+
+def _merge_totals(
+    connection: duckdb.DuckDBPyConnection, metrics: Sequence[str], total_metrics: Sequence[str]
+) -> tuple[str, ...]:
+    """`totals` from the files' own totals, filled up from the sums of `cells` where they lack a metric."""
+    _aggregate(connection, "summed", "cells", (), metrics)
+    both = tuple(m for m in synonyms.METRICS if m in metrics or m in total_metrics)
+    columns = []
+    for m in both:
+        sides = [f"t.{m}"] * (m in total_metrics) + [f"s.{m}"] * (m in metrics)
+        columns.append(f"coalesce({', '.join(sides)}) AS {m}" if len(sides) > 1 else f"{sides[0]} AS {m}")
+    connection.execute(
+        f"CREATE TABLE totals AS SELECT ds, campaign, {', '.join(columns)} FROM own_totals t"
+        " FULL JOIN summed s USING (ds, campaign) ORDER BY ALL"
+    )
+    return both
+
+
+def keep(loaded: Loaded, path: str) -> None:
+    """Writes `cells` and `totals` into a DuckDB file of their own."""
+    loaded.connection.execute(f"ATTACH {literal(path)} AS kept")
+    try:
+        for table in ("cells", "totals"):
+            loaded.connection.execute(f"CREATE TABLE kept.{quoted(table)} AS FROM {table}")
+    finally:
+        loaded.connection.execute("DETACH kept")
+
+
+def campaigns(loaded: Loaded) -> Mapping[str, float]:
+    """Impressions of each campaign of `cells`, most first."""
+    return dict(loaded.ask("SELECT campaign, sum(impressions) FROM cells GROUP BY 1 ORDER BY 2 DESC, 1"))

@@ -1,0 +1,276 @@
+"""Which of the user's columns means what: declared in a mapping file, or guessed from names and values and shown.
+
+A mapping file (YAML) may hold any of these; what it leaves out is guessed as without it:
+
+    columns: {date: Day, impressions: Impr., spend: Cost, geo: Country/Territory}   # field: column, null: none
+    values: {geo: {France: JP, Spain: DE}}   # the user's value: the word of the agent's vocabulary that stands for it
+    date_format: "%d/%m/%Y"
+    timezone: America/Los_Angeles            # of the account, for columns of moments
+    decimal: ","
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zoneinfo
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import yaml
+
+from trace_jax.config import ConfigError
+from trace_jax.config_io import nearest, read_yaml
+from trace_jax.diagnose import reading, synonyms
+from trace_jax.diagnose.reading import DateFormat
+from trace_jax.diagnose.sources import Source
+from trace_jax.simulator.vocabulary import ATTRIBUTES
+
+KEYS = ("columns", "values", "date_format", "timezone", "decimal")
+FEW_VALUES = 60  # a column with more distinct values is no dimension that can be told by its values
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What the user said; empty where nothing was said."""
+
+    columns: Mapping[str, str | None] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    date_format: str = ""
+    timezone: str = ""
+    decimal: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one table is read.
+
+    Attributes:
+        fields: field -> column.
+        currency: column of the currency of a row.
+        derived: ratios, computed anew. unused: what nothing is known of.
+        by_values: dimensions told by the column's values, not by its name.
+    """
+
+    source: Source
+    fields: Mapping[str, str]
+    date: DateFormat
+    decimal: str
+    currency: str | None
+    derived: tuple[str, ...]
+    unused: tuple[str, ...]
+    by_values: tuple[str, ...] = ()
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        return tuple(d for d in synonyms.DIMENSIONS if d in self.fields)
+
+    def kind(self, name: str) -> str:
+        """DuckDB type of a column."""
+        return self.source.types[self.source.columns.index(name)]
+
+    def number(self, metric: str) -> str:
+        """SQL of a metric as DOUBLE."""
+        column = self.fields[metric]
+        factor = synonyms.FACTORS.get(synonyms.squash(column), 1.0)
+        return reading.number(column, self.kind(column), self.decimal, factor)
+
+
+def check_zone(name: str, where: str) -> str:
+    """The name itself. ConfigError if there is no such time zone."""
+    try:
+        zoneinfo.ZoneInfo(name)
+    except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
+        raise ConfigError(f"{where}: no time zone {name!r}; use a name such as America/Los_Angeles or UTC") from None
+    return name
+
+
+def load(path: Path) -> Declared:
+    """A mapping file. ConfigError for what it may not hold."""
+    data = read_yaml(path)
+    for key in data:
+        if key not in KEYS:
+            meant = nearest(str(key), KEYS)
+            raise ConfigError(f"{path}: {key}: " + (f"did you mean {meant}?" if meant else f"use {', '.join(KEYS)}"))
+    columns, values = _table(path, data, "columns"), _table(path, data, "values")
+    for name, column in columns.items():
+        _known(path, f"columns.{name}", name, synonyms.FIELDS)
+        if column is not None and not isinstance(column, str):
+            raise ConfigError(f"{path}: columns.{name}: name one column, or null for none")
+    words: dict[str, dict[str, str]] = {}
+    for dimension in values:
+        _known(path, f"values.{dimension}", dimension, synonyms.DIMENSIONS)
+        words[dimension] = {}
+        for value, word in _table(path, values, dimension, "values.").items():
+            _known(path, f"values.{dimension}.{value}", str(word), ATTRIBUTES[dimension])
+            words[dimension][str(value)] = str(word)
+    texts = {key: str(data.get(key) or "") for key in ("date_format", "timezone", "decimal")}
+    if texts["decimal"] not in ("", ".", ","):
+        raise ConfigError(f'{path}: decimal: {texts["decimal"]!r}; use "." or ","')
+    if texts["timezone"]:
+        check_zone(texts["timezone"], f"{path}: timezone")
+    return Declared(columns, words, **texts)
+
+
+def _table(path: Path, data: Mapping[str, Any], key: str, prefix: str = "") -> dict[str, Any]:
+    found = data.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{path}: {prefix}{key}: give names and values, one a line")
+    return dict(found)
+
+
+def _known(path: Path, where: str, name: str, valid: Sequence[str]) -> None:
+    if name not in valid:
+        meant = nearest(name, valid)
+        raise ConfigError(
+            f"{path}: {where}: " + (f"did you mean {meant}?" if meant else f"use one of {', '.join(valid)}")
+        )
+
+
+def plans(
+    sources: Sequence[Source], declared: Declared, connection: duckdb.DuckDBPyConnection
+) -> tuple[list[Plan], list[str]]:
+    """How each table is read, and in words which are left out because they have no dates.
+
+    Raises:
+        ConfigError: a declared column is in no file, or no file has a column of dates.
+    """
+    columns = {c for s in sources for c in s.columns}
+    for name, column in declared.columns.items():
+        if column is not None and column not in columns:
+            meant = nearest(column, columns)
+            mend = f"did you mean {meant!r}?" if meant else f"the columns are {_some(sorted(columns))}"
+            raise ConfigError(f"columns.{name}: no column {column!r}: {mend}")
+    found = [(s, _plan(s, declared, connection)) for s in sources]
+    made = [plan for _, plan in found if plan is not None]
+    if not made:
+        all_columns = _some([c for s in sources for c in s.columns])
+        raise ConfigError(
+            f"{sources[0].path} has no column of dates among {all_columns}: name it as columns.date in a --mapping file"
+        )
+    left = [f"{s.name} has no column of dates and is left out" for s, plan in found if plan is None]
+    return made, left
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:12])
+    return shown + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _plan(source: Source, declared: Declared, connection: duckdb.DuckDBPyConnection) -> Plan | None:
+    ranked: dict[str, list[tuple[int, str]]] = {}
+    said = {column for column in declared.columns.values() if column is not None}
+    for column in source.columns:
+        known = synonyms.field_of(column)
+        if known is not None and known[0] not in declared.columns and column not in said:
+            ranked.setdefault(known[0], []).append((known[1], column))
+    fields = {name: column for name, column in declared.columns.items() if column in source.columns}
+    dates = [fields["date"]] if "date" in fields else [c for _, c in sorted(ranked.get("date", []))]
+    if "date" not in declared.columns:  # a column of dates under a name of its own
+        dates += [
+            c for c, t in zip(source.columns, source.types, strict=True) if t == "DATE" or t.startswith("TIMESTAMP")
+        ]
+    date = None
+    for column in dict.fromkeys(dates):
+        kind = source.types[source.columns.index(column)]
+        date = reading.date_format(
+            connection, source.relation, column, kind, form=declared.date_format, zone=declared.timezone
+        )
+        if date is not None:
+            fields["date"] = column
+            break
+    if date is None:
+        return None
+    fields |= {name: min(found)[1] for name, found in ranked.items() if name != "date" and name not in fields}
+    rest = [c for c in source.columns if c not in fields.values()]
+    derived = tuple(c for c in rest if synonyms.is_derived(c))
+    currency = next((c for c in rest if synonyms.is_currency(c)), None)
+    rest = [c for c in rest if c not in derived and c != currency and synonyms.field_of(c) is None]
+    by_values = _by_values(
+        source, rest, [d for d in synonyms.DIMENSIONS if d not in {*fields, *declared.columns}], connection
+    )
+    fields |= by_values
+    numbers = [fields[m] for m in synonyms.METRICS if m in fields]
+    text = [c for c in numbers if source.types[source.columns.index(c)] == "VARCHAR"]
+    decimal = declared.decimal or reading.decimal_mark(connection, source.relation, text)
+    used = {*fields.values(), *derived, currency}
+    plan = Plan(
+        source,
+        fields,
+        date,
+        decimal,
+        currency,
+        derived,
+        tuple(c for c in source.columns if c not in used),
+        tuple(by_values),
+    )
+    return _readable(plan, declared, connection)
+
+
+def _by_values(
+    source: Source, columns: Sequence[str], dimensions: Sequence[str], connection: duckdb.DuckDBPyConnection
+) -> dict[str, str]:
+    """Dimensions among columns of unknown names: those whose values mostly are known ones of the dimension."""
+    found: dict[str, str] = {}
+    for column in columns:
+        if source.types[source.columns.index(column)] != "VARCHAR":
+            continue
+        query = f"SELECT DISTINCT {reading.text_of(column)} v FROM (SELECT * FROM {source.relation} LIMIT 50000)"
+        values = [r[0] for r in connection.execute(f"{query} LIMIT {FEW_VALUES + 1}").fetchall() if r[0] is not None]
+        if not 2 <= len(values) <= FEW_VALUES:
+            continue
+        for dimension in dimensions:
+            known = {w for v in values if (w := synonyms.word_of(dimension, v)) is not None}
+            if dimension not in found and len(known) >= 2 and 2 * len(known) >= len(values):
+                found[dimension] = column
+                break
+    return found
+
+
+def _readable(plan: Plan, declared: Declared, connection: duckdb.DuckDBPyConnection) -> Plan:
+    """The plan without guessed columns of numbers that hold none. ConfigError if the user declared such a one."""
+    fields = dict(plan.fields)
+    for metric in synonyms.METRICS:
+        if metric not in fields:
+            continue
+        share = reading.readable_share(connection, plan.source.relation, fields[metric], plan.number(metric))
+        if share < reading.READABLE:
+            if metric in declared.columns:
+                raise ConfigError(f"columns.{metric}: {fields[metric]!r} of {plan.source.name} holds no numbers")
+            del fields[metric]
+    dropped = tuple(c for f, c in plan.fields.items() if f not in fields)
+    return dataclasses.replace(plan, fields=fields, unused=plan.unused + dropped)
+
+
+def rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """What people confirm: (field, column, how it is read), and what is left out."""
+    shown = []
+    for name in synonyms.FIELDS:
+        if name not in plan.fields:
+            continue
+        how = "told by its values" if name in plan.by_values else ""
+        if name == "date":
+            how = reading.NUMBERED.get(plan.date.form, plan.date.form)
+        elif name in synonyms.METRICS and plan.decimal == "," and plan.kind(plan.fields[name]) == "VARCHAR":
+            how = "decimal comma"
+        shown.append((name, plan.fields[name], how))
+    if plan.derived:
+        shown.append(("(computed anew)", ", ".join(plan.derived), "ratios"))
+    if plan.unused:
+        shown.append(("(not used)", ", ".join(plan.unused), ""))
+    return shown
+
+
+def template(made: Sequence[Plan], values: Mapping[str, Mapping[str, str]], declared: Declared) -> str:
+    """A mapping file with what was guessed, to be corrected."""
+    columns: dict[str, str] = {}
+    for plan in made:
+        columns |= {k: v for k, v in plan.fields.items() if k not in columns}
+    body: dict[str, Any] = {"columns": {f: columns[f] for f in synonyms.FIELDS if f in columns}}
+    body["values"] = {d: dict(words) for d, words in values.items() if words}
+    form = next((p.date.form for p in made if p.date.form and p.date.form not in reading.NUMBERED), "")
+    body |= {"date_format": form, "timezone": declared.timezone, "decimal": made[0].decimal}
+    note = "# What trace-jax diagnose guessed. Correct it and pass it with --mapping; see docs/diagnose.md.\n"
+    return note + yaml.safe_dump(body, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,126 @@
+"""One campaign of the loaded tables, by day: what the quality report and the proposal of windows look at.
+
+Axes: T days from the first to the last, K values of all dimensions.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from trace_jax.config import ConfigError
+from trace_jax.config_io import nearest
+from trace_jax.diagnose import synonyms
+from trace_jax.diagnose.loading import Loaded, campaigns
+
+ALL = "all"  # --campaign all: every campaign together
+
+
+@dataclass(frozen=True)
+class Series:
+    """Sums by day; zeros on days without rows.
+
+    Attributes:
+        totals: metric -> sums of the campaign; a metric that no file has is absent.
+        values: (dimension, value as spelled) -> metric -> sums.
+        present: days that have rows.
+        siblings: metric -> sums of all other campaigns; empty without any.
+        names: of the siblings.
+    """
+
+    campaign: str
+    first: datetime.date
+    present: Bool[np.ndarray, " T"]
+    totals: Mapping[str, Float[np.ndarray, " T"]]
+    values: Mapping[tuple[str, str], Mapping[str, Float[np.ndarray, " T"]]]
+    siblings: Mapping[str, Float[np.ndarray, " T"]] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+    @property
+    def days(self) -> int:
+        return len(self.present)
+
+    def date(self, t: int) -> datetime.date:
+        """Date of day `t`."""
+        return self.first + datetime.timedelta(days=int(t))
+
+    @property
+    def last(self) -> datetime.date:
+        return self.date(self.days - 1)
+
+
+def choose(loaded: Loaded, asked: str | None) -> str:
+    """The campaign to diagnose.
+
+    Raises:
+        ConfigError: there are several and none was named, or none of that name.
+    """
+    found = campaigns(loaded)
+    if asked is None:
+        if len(found) == 1:
+            return next(iter(found))
+        listed = ", ".join(f"{name!r} ({count:,.0f} impressions)" for name, count in list(found.items())[:8])
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        raise ConfigError(
+            f"the tables hold {len(found)} campaigns: {listed}{more}; name one with --campaign, or --campaign all for "
+            "all of them together"
+        )
+    if asked in found or asked == ALL:
+        return asked
+    same = [name for name in found if synonyms.squash(name) == synonyms.squash(asked)]
+    if len(same) == 1:
+        return same[0]
+    meant = nearest(asked, found)
+    mend = f"did you mean {meant!r}?" if meant else f"the campaigns are {', '.join(list(found)[:8])}"
+    raise ConfigError(f"--campaign {asked}: no such campaign: {mend}")
+
+
+def split(loaded: Loaded, campaign: str) -> None:
+    """Creates the tables `mine` (cells), `daily` (totals) and `others` (totals of siblings) of a campaign."""
+    for name, source, own in (("mine", "cells", True), ("daily", "totals", True), ("others", "totals", False)):
+        keep = "true" if campaign == ALL else "campaign = $name" if own else "campaign <> $name"
+        keep = "false" if campaign == ALL and not own else keep
+        values = {"name": campaign} if "$name" in keep else {}
+        loaded.connection.execute(f"CREATE OR REPLACE TABLE {name} AS SELECT * FROM {source} WHERE {keep}", values)
+
+
+def series(loaded: Loaded, campaign: str) -> Series:
+    """The series of a campaign that `split` has been called for.
+
+    Raises:
+        ConfigError: rows of a single day.
+    """
+    first, last = loaded.ask("SELECT min(ds), max(ds) FROM mine")[0]
+    days = (last - first).days + 1
+    present = np.zeros(days, bool)
+    for (day,) in loaded.ask("SELECT DISTINCT ds FROM mine"):
+        present[(day - first).days] = True
+    additive = (*synonyms.COUNTS, *synonyms.AMOUNTS)
+
+    def sums(table: str, metrics: tuple[str, ...], keys: str = "") -> dict[tuple, dict[str, np.ndarray]]:
+        used = [m for m in metrics]
+        chosen = ", ".join(f"sum({m})" if m in additive else f"avg({m})" for m in used)
+        out: dict[tuple, dict[str, np.ndarray]] = {}
+        columns = f"{keys}, " if keys else ""
+        for row in loaded.ask(f"SELECT {columns}ds, {chosen} FROM {table} GROUP BY ALL") if used else ():
+            cut = len(row) - len(used) - 1
+            entry = out.setdefault(tuple(row[:cut]), {m: np.zeros(days) for m in used})
+            t = (row[cut] - first).days
+            if 0 <= t < days:
+                for m, value in zip(used, row[cut + 1 :], strict=True):
+                    entry[m][t] = 0.0 if value is None else value
+        return out
+
+    totals = sums("daily", loaded.total_metrics).get((), {})
+    values: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+    for dimension in loaded.dimensions:
+        metrics = tuple(m for m in loaded.metrics if m in additive)
+        for (value,), found in sums("mine", metrics, dimension).items():
+            values[dimension, value] = found
+    names = tuple(r[0] for r in loaded.ask("SELECT DISTINCT campaign FROM others ORDER BY 1"))
+    others = sums("others", loaded.total_metrics).get((), {}) if names else {}
+    return Series(campaign, first, present, totals, values, others, names)

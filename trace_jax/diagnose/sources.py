@@ -1,0 +1,338 @@
+"""The user's files, looked at before they are read: what kind each is, and the SQL that reads it.
+
+A file is opened for reading only, by this module to see what it is (`look`) and by DuckDB to read its rows. Whatever it
+turns out to be, the outcome is a `Source` or one line that says what is wrong with it and what to do.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import dataclasses
+import hashlib
+import io
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+
+from trace_jax.config import ConfigError
+from trace_jax.diagnose import synonyms
+
+SAMPLE = 1 << 20  # bytes from which encoding, delimiter and header are told
+MOST_BROKEN = 10_000  # lines that are counted
+FEW_BROKEN = 0.05  # share of the lines that may be left out
+HEAD_LINES = 40  # among which the line of names must be
+_DELIMITERS = (",", "\t", ";", "|")
+_BLOCK = 1 << 22
+_CONTROL = frozenset(range(32)) - {9, 10, 12, 13, 26}
+_MAGIC = (
+    (b"\x1f\x8b", "a gzip archive: unpack it first"),
+    (b"BZh", "a bzip2 archive: unpack it first"),
+    (b"\xfd7zXZ\x00", "an xz archive: unpack it first"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive: unpack it first"),
+    (b"Rar!", "a RAR archive: unpack it first"),
+    (b"%PDF", "a PDF: export the report as CSV"),
+    (b"SQLite format 3\x00", "an SQLite database: export its table as CSV or Parquet"),
+    (b"\xd0\xcf\x11\xe0", "an old or password-protected Excel file: save the sheet as CSV"),
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A table of the user's.
+
+    Attributes:
+        name: how it is called in what people read.
+        relation: SQL of a FROM clause that reads it.
+        columns: names as the file spells them. types: DuckDB's, VARCHAR for all of a CSV file.
+        notes: what was found about the file besides, in words.
+        attach: the statement that makes `relation` known, for tables of a DuckDB database.
+    """
+
+    path: Path
+    name: str
+    relation: str
+    columns: tuple[str, ...]
+    types: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    attach: str = ""
+
+
+def quoted(name: str) -> str:
+    """A name as SQL writes it."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: str) -> str:
+    """A text as SQL writes it."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file of the user's. ConfigError if it cannot be read."""
+    found = hashlib.sha256()
+    with _reading(path), open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()
+
+
+def open_sources(paths: Sequence[Path], connection: duckdb.DuckDBPyConnection) -> list[Source]:
+    """Every table of the files; DuckDB databases are attached to `connection`, read-only.
+
+    Raises:
+        ConfigError: one line for the first file that is none of CSV, Parquet and DuckDB.
+    """
+    if not paths:
+        raise ConfigError("which tables? name CSV, Parquet or DuckDB files: trace-jax diagnose FILE [FILE ...]")
+    seen: set[Path] = set()
+    found: list[Source] = []
+    for path in paths:
+        _check_file(path)
+        if path.resolve() in seen:
+            raise ConfigError(f"{path} is named twice: its rows would count twice; name it once")
+        seen.add(path.resolve())
+        with _reading(path), open(path, "rb") as file:
+            head = file.read(SAMPLE)
+        found += _open(path, head, connection)
+    return found
+
+
+def _check_file(path: Path) -> None:
+    with _reading(path):
+        status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        inside = sorted(p.name for p in path.iterdir() if p.suffix.lower() in (".csv", ".parquet", ".duckdb", ".tsv"))
+        mend = f"name its files, e.g. {path / inside[0]}" if inside else "it holds no CSV, Parquet or DuckDB file"
+        raise ConfigError(f"{path} is a directory: {mend}")
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is no regular file: save the export to a file first")
+    if status.st_size == 0:
+        raise ConfigError(f"{path} is empty (0 bytes): export it again")
+
+
+class _reading:
+    """Errors of the file system as one line."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, OSError):
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(f"cannot read {self._path}: {reason}; check the name and who may read it") from None
+
+
+def _open(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection) -> list[Source]:
+    if head[:4] == b"PAR1":
+        return [_described(path, f"read_parquet({literal(_globless(path))})", path.name, connection)]
+    if head[8:12] == b"DUCK":
+        return _database(path, connection)
+    if head[:4] == b"PK\x03\x04":
+        raise ConfigError(f"{path} is {_zip(head)}")
+    for magic, what in _MAGIC:
+        if head.startswith(magic):
+            raise ConfigError(f"{path} is {what}")
+    return [_text(path, head, connection)]
+
+
+def _zip(head: bytes) -> str:
+    if head[6] & 1:
+        return "a password-protected archive: unpack it first"
+    if b"xl/" in head or b"[Content_Types].xml" in head:
+        return "an Excel workbook: save the sheet as CSV"
+    return "a zip archive: unpack it first"
+
+
+def _globless(path: Path) -> str:
+    """A path that DuckDB takes literally: `*`, `?` and `[` would stand for other files."""
+    return re.sub(r"([*?\[])", r"[\1]", str(path))
+
+
+def _described(path: Path, relation: str, name: str, connection: duckdb.DuckDBPyConnection, *notes: str) -> Source:
+    try:
+        rows = connection.execute(f"DESCRIBE SELECT * FROM {relation}").fetchall()
+    except duckdb.Error as error:
+        raise ConfigError(f"cannot read {path}: {_first_line(error)}; export it again") from None
+    return Source(path, name, relation, tuple(r[0] for r in rows), tuple(r[1] for r in rows), notes)
+
+
+def _database(path: Path, connection: duckdb.DuckDBPyConnection) -> list[Source]:
+    taken = connection.execute("SELECT count(*) FROM duckdb_databases()").fetchone()[0]
+    alias = f"source_{taken}"
+    attach = f"ATTACH {literal(str(path))} AS {alias} (READ_ONLY)"
+    try:
+        connection.execute(attach)
+        tables = connection.execute(
+            "SELECT schema_name, table_name FROM duckdb_tables() WHERE database_name = $1 AND NOT internal"
+            " UNION ALL SELECT schema_name, view_name FROM duckdb_views() WHERE database_name = $1 AND NOT internal"
+            " ORDER BY ALL",
+            [alias],
+        ).fetchall()
+    except duckdb.Error as error:
+        raise ConfigError(f"cannot open {path} as a DuckDB database: {_first_line(error)}") from None
+    if not tables:
+        raise ConfigError(f"{path} is a DuckDB database without tables: name another file")
+    found = [
+        _described(path, f"{alias}.{quoted(schema)}.{quoted(table)}", f"{path.name}:{table}", connection)
+        for schema, table in tables
+    ]
+    return [dataclasses.replace(source, attach=attach) for source in found]
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n")[0].split())[:200]
+
+
+# Text
+
+
+def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection) -> Source:
+    encoding = _encoding(path, head)
+    text = codecs.getincrementaldecoder(encoding)("replace").decode(head).lstrip("\ufeff")
+    newline = _newline(text)
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")
+    if not lines.strip():
+        raise ConfigError(f"{path} holds nothing but blanks: export it again")
+    delimiter, skip, names = _layout(path, lines)
+    shown = literal(delimiter.replace("\t", "\\t"))
+    options = [f"delim={shown}", "header=true", *([f"skip={skip}"] if skip else [])]
+    notes = []
+    duck = {"utf-8-sig": "utf-8", "utf-8": "utf-8", "latin-1": "latin-1"}.get(encoding, "utf-16")
+    if duck != "utf-8":
+        options.append(f"encoding={literal(duck)}")
+        notes.append(f"read as {duck.upper()}")
+    if newline == "\r":
+        options.append("new_line='\\r'")
+        notes.append("lines end in carriage returns")
+    if skip:
+        notes.append(f"{skip} line{'s' * (skip > 1)} above the names left out")
+    columns = ", ".join(f"{literal(n)}: 'VARCHAR'" for n in names)
+    fixed = "all_varchar=true, quote='\"', escape='\"', auto_detect=false"
+
+    def reader(more: str) -> str:
+        return f"read_csv({literal(_globless(path))}, {', '.join(options)}, {fixed}, {more}, columns={{{columns}}})"
+
+    broken, rows = _broken_lines(
+        reader(f"strict_mode=true, store_rejects=true, rejects_limit={MOST_BROKEN}"), connection
+    )
+    if rows + broken == 0:
+        raise ConfigError(f"{path} has column names and no rows: export it again")
+    if broken <= FEW_BROKEN * (rows + broken):
+        relation = reader("strict_mode=true, ignore_errors=true")
+        left = "left out"
+    else:
+        relation = reader("strict_mode=false, ignore_errors=true, null_padding=true, parallel=false")
+        left = "read as far as they go"
+    if broken:
+        count = f"{broken:,} line{'s have' if broken > 1 else ' has'}"
+        notes.append(f"{count} more or fewer cells than there are names, or broken quotes: {left}")
+    return _described(path, relation, path.name, connection, *notes)
+
+
+def _broken_lines(relation: str, connection: duckdb.DuckDBPyConnection) -> tuple[int, int]:
+    """Number of lines that do not fit the names, and of rows that do."""
+    try:
+        [(rows,)] = connection.execute(f"SELECT count(*) FROM {relation}").fetchall()  # all: then rejects are written
+        [(broken,)] = connection.execute("SELECT count(DISTINCT line) FROM reject_errors").fetchall()
+    except duckdb.Error:  # nothing in the file can be read as it should be
+        rows, broken = 0, MOST_BROKEN
+    connection.execute("DROP TABLE IF EXISTS reject_errors; DROP TABLE IF EXISTS reject_scans")
+    return broken, rows
+
+
+def _encoding(path: Path, head: bytes) -> str:
+    """Encoding of the whole file; a file that is none raises ConfigError."""
+    for mark, name in ((b"\xff\xfe\x00\x00", "utf-32"), (b"\x00\x00\xfe\xff", "utf-32")):
+        if head.startswith(mark):
+            raise ConfigError(f"{path} is {name.upper()} text: save it as UTF-8")
+    if head.startswith(b"\xff\xfe"):
+        return "utf-16"
+    if head.startswith(b"\xfe\xff"):
+        raise ConfigError(f"{path} is UTF-16 text with the high byte first: save it as UTF-8")
+    even = len(head) & ~1
+    if b"\x00" in head:
+        if even >= 4 and head[1:even:2].count(0) > 0.3 * even / 2 and head[0:even:2].count(0) == 0:
+            return "utf-16-le"
+        raise ConfigError(f"{path} is binary, no table: name a CSV, Parquet or DuckDB file")
+    if sum(b in _CONTROL for b in head[:4096]) > 0.01 * len(head[:4096]):
+        raise ConfigError(f"{path} is binary, no table: name a CSV, Parquet or DuckDB file")
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with _reading(path), open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        if _has_windows_letters(path):
+            mend = f"save it as UTF-8, e.g. iconv -f WINDOWS-1252 -t UTF-8 {path} > utf8.csv"
+            raise ConfigError(f"{path} is neither UTF-8 nor Latin-1 text (Windows-1252?): {mend}") from None
+        return "latin-1"
+    return "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
+
+
+def _has_windows_letters(path: Path) -> bool:
+    """Whether a file has bytes that are letters in Windows-1252 and nothing in Latin-1, which DuckDB reads."""
+    with _reading(path), open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            if len(block.translate(None, delete=bytes(range(0x80, 0xA0)))) < len(block):
+                return True
+    return False
+
+
+def _newline(text: str) -> str:
+    returns = text.count("\r") - text.count("\r\n")
+    return "\r" if returns > text.count("\n") else "\n"
+
+
+def _layout(path: Path, lines: str) -> tuple[str, int, list[str]]:
+    """Delimiter, number of lines above the names, and the names."""
+    best: tuple[float, str, int, list[str]] | None = None
+    for delimiter in _DELIMITERS:
+        rows = list(_rows(lines, delimiter))
+        head = rows[:HEAD_LINES]
+        widths = Counter(len(r) for _, r in rows if len(r) > 1)
+        width = widths.most_common(1)[0][0] if widths else 1
+        for line, row in head:
+            known = sum(synonyms.field_of(c) is not None or synonyms.is_derived(c) for c in row)
+            fits = len(row) == width and len(row) > 1
+            numbers = sum(bool(re.fullmatch(r"[\s$€£¥%.,\d+-]*\d[\s$€£¥%.,\d+-]*", c)) for c in row)
+            score = known + 2.0 * fits - 2.0 * numbers + 0.001 * len(row) - 0.01 * line
+            if len(row) > 1 and (best is None or score > best[0]):
+                best = score, delimiter, line, row
+    if best is None:
+        raise ConfigError(f"{path} has no line of column names: it must be a table with commas, tabs or semicolons")
+    return best[1], best[2], _unique(best[3])
+
+
+def _rows(lines: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """First rows of a text with the number of the line each begins on."""
+    reader, start = csv.reader(io.StringIO(lines), delimiter=delimiter), 0
+    try:
+        for row in reader:
+            yield start, row
+            start = reader.line_num
+            if start > 400:
+                return
+    except csv.Error:
+        return
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Names as DuckDB needs them: none empty, none twice (it does not tell case apart)."""
+    seen: Counter[str] = Counter()
+    out = []
+    for number, name in enumerate(names, 1):
+        name = "".join(c if c.isprintable() else " " for c in name.replace("\ufeff", ""))
+        name = " ".join(name.split()) or f"column {number}"
+        seen[name.casefold()] += 1
+        out.append(name if seen[name.casefold()] == 1 else f"{name} #{seen[name.casefold()]}")
+    return out
