@@ -22,13 +22,14 @@ import jax
 import numpy as np
 
 from trace_jax.config import RunConfig
-from trace_jax.learner import groups
+from trace_jax.learner import groups, multihost
 from trace_jax.learner.step import Params
-from trace_jax.recipes import schedule
+from trace_jax.recipes import processes, schedule
 from trace_jax.recipes.phases import PhaseTimer
 from trace_jax.recipes.turn_probe import TurnProbe
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.collect import CollectStats, collect, metrics
+from trace_jax.rollout.engine import EngineStats
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.trajectory import Trajectory, read_parquet, write_parquet
 
@@ -149,7 +150,7 @@ class Generation:
         finally:
             with self._swap:
                 self._open_to_swaps = False
-        figures = _figures(trajectories, stats, self._work.engine.stats.since(before).figures())
+        figures = _figures(trajectories, stats, self._engine_figures(before))
         figures["resample_collections"] = float(rounds)
         if self._probe is not None:
             trajectories, figures["seconds/probe"] = self._probe(trajectories, self._work.environment("train"))
@@ -169,7 +170,12 @@ class Generation:
             stats,
             Sampling.of(self._work.config.evaluation),
         )
-        return _figures(trajectories, stats, self._work.engine.stats.since(before).figures())
+        return _figures(trajectories, stats, self._engine_figures(before))
+
+    def _engine_figures(self, before: EngineStats) -> dict[str, float]:
+        """Of the engines of all processes since an earlier look."""
+        spent = multihost.gather("engine", vars(self._work.engine.stats.since(before)))
+        return EngineStats(**{name: sum(part[name] for part in spent) for name in spent[0]}).figures()
 
     def _collect(
         self,
@@ -182,20 +188,26 @@ class Generation:
         sampling: Sampling | None = None,
     ) -> list[Trajectory]:
         work = self._work
-        return collect(
-            work.engine,
-            work.chat,
-            work.environment(split),
-            list(tasks),
-            group=group,
-            config=work.config.rollout,
-            seed=schedule.collection_seed(work.config.seed, purpose, step),
-            step=step,
-            sampling=sampling,
-            stats=stats,
-            progress=self._tick,
-            hinted=round(self._config.hints * group) if split == "train" else 0,
-        )
+        environment = work.environment(split)
+
+        def part(spent: CollectStats, share: tuple[int, int]) -> list[Trajectory]:
+            return collect(
+                work.engine,
+                work.chat,
+                environment,
+                list(tasks),
+                group=group,
+                config=work.config.rollout,
+                seed=schedule.collection_seed(work.config.seed, purpose, step),
+                step=step,
+                sampling=sampling,
+                stats=spent,
+                progress=self._tick,
+                hinted=round(self._config.hints * group) if split == "train" else 0,
+                share=share,
+            )
+
+        return processes.shared(work.run, work.interrupt, "collect", part, stats)
 
     def _tick(self, *_: object) -> None:
         # A terminal's Ctrl-C also reaches the tool's worker processes and may spoil what is being collected: it is

@@ -1,0 +1,198 @@
+"""The work of a run on several processes: what one does for all, and what each does a share of.
+
+Every process runs the same recipe. The learner's programs run on all devices, so all processes call it alike with the
+same micro-batches (`learner.sharding.place_batch`). Each samples its own share of the trajectories, on its own devices
+and with its own tool workers; then all read the whole. Process 0 alone writes to the run directory. One process pays
+nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from trace_jax.config import ConfigError, RunConfig
+from trace_jax.learner import multihost
+from trace_jax.recipes import distributed
+from trace_jax.recipes.interrupt import Interrupt, Interrupted
+from trace_jax.recipes.progress import Progress
+from trace_jax.recipes.rundir import RunDirectory, default_path
+from trace_jax.rollout.collect_stats import CollectStats, side_by_side
+from trace_jax.rollout.trajectory import Trajectory, read_parquet, write_parquet
+
+T = TypeVar("T")
+SHARES = ".shares"  # folder of a run: trajectories on their way from one process to the others
+
+_rounds: Counter[str] = Counter()
+
+
+class Follower(RunDirectory):
+    """The run directory as all processes but the first have it: to read."""
+
+    def __init__(self, path: Path, config: RunConfig, *, lock: bool = True):
+        super().__init__(path, config, lock=False)
+
+    def write_text(self, name: str, text: str) -> Path:
+        return self.path / name
+
+    def log(self, stage: str, step: int, metrics: dict[str, Any]) -> None:
+        pass
+
+    def truncate(self, stage: str, step: int) -> None:
+        pass
+
+    def track(self, service: str | None) -> None:
+        pass
+
+
+def open_run(
+    path: Path | None, config: RunConfig, open_it: Callable[[Path | None], RunDirectory], new: bool
+) -> RunDirectory:
+    """The run directory that process 0 opens or makes with `open_it(path)`; of the others a `Follower`.
+
+    Args:
+        new: without a path it gets the name that new runs get.
+
+    Raises:
+        ConfigError: in all processes what `open_it` raised; or the others do not see the directory.
+    """
+    if multihost.count() == 1:
+        return open_it(path)
+    held: list[RunDirectory] = []
+
+    def lead() -> str:
+        run = open_it(default_path(config) if path is None and new else path)
+        held.append(run)
+        shutil.rmtree(run.path / SHARES, ignore_errors=True)  # of a job that was killed
+        return str(run.path.absolute())
+
+    place = Path(multihost.first("run", lead))
+
+    def follow() -> None:
+        if not held:
+            if not (place / "config.yaml").is_file():
+                raise ConfigError(
+                    f"process {multihost.index()} does not see {place}: several processes need a run directory on a "
+                    "file system that they share (NFS, Lustre, a mounted bucket)"
+                )
+            held.append(Follower.open(place))
+
+    multihost.together("run-seen", follow)
+    return held[0]
+
+
+def progress(run: RunDirectory) -> Progress:
+    """Where a stage reports to: the terminal, of processes but the first their log."""
+    file = distributed.open_log(run.path)
+    return Progress() if file is None or distributed.leads() else Progress(Console(file=file))
+
+
+def check(config: RunConfig) -> None:
+    """Refuses what several processes cannot do.
+
+    Raises:
+        ConfigError: the field.
+    """
+    if multihost.count() == 1:
+        return
+    if config.grpo.staleness:
+        raise ConfigError(
+            f"`grpo.staleness` ({config.grpo.staleness}) needs one process: sampling beside learning would start "
+            "programs of all devices in different orders in different processes; set it to 0"
+        )
+    if config.mesh.rollout_devices:
+        raise ConfigError(
+            f"`mesh.rollout_devices` ({config.mesh.rollout_devices}) needs one process: set it to 0, so that all "
+            "devices learn and sample in turn"
+        )
+
+
+def lead(interrupt: Interrupt, name: str, work: Callable[[], T]) -> T:
+    """What `work` returns in process 0, which alone does it: JSON-able.
+
+    Raises:
+        Interrupted: a signal reached process 0; in all.
+        ConfigError, Exception: see `multihost.together`.
+    """
+    if multihost.count() == 1:
+        return work()
+
+    def attempt() -> list[Any]:
+        try:
+            with interrupt.alone():
+                return [0, work()]
+        except Interrupted as stop:
+            return [stop.status, None]
+
+    status, result = multihost.first(name, attempt)
+    if status:
+        raise Interrupted(status)
+    return result
+
+
+def in_turn(interrupt: Interrupt, name: str, work: Callable[[], T]) -> T:
+    """What `work` returns in each process; the first does it before the others, which find made what it keeps on disk.
+    Raises what `lead` does."""
+    if multihost.count() == 1:
+        return work()
+    held: list[T] = []
+    lead(interrupt, name, lambda: held.append(work()))
+    return held[0] if held else work()
+
+
+def shared(
+    run: RunDirectory,
+    interrupt: Interrupt,
+    name: str,
+    collect: Callable[[CollectStats, tuple[int, int]], list[Trajectory]],
+    stats: CollectStats | None = None,
+) -> list[Trajectory]:
+    """All trajectories of a collection of which each process collects its share.
+
+    Args:
+        name: all processes call in the same order for one name.
+        collect: (figures to fill, (which share, how many there are)) -> its trajectories.
+        stats: what all of them together spent is added to it.
+
+    Raises:
+        Interrupted: a signal reached one of the processes meanwhile; in all.
+    """
+    own, share = CollectStats(), (multihost.index(), multihost.count())
+    if share[1] == 1:
+        found = collect(own, share)
+        if stats is not None:
+            stats.add(own)
+        return found
+    status, found = 0, []
+    try:
+        with interrupt.alone():
+            found = collect(own, share)
+    except Interrupted as stop:
+        status = stop.status
+    this = _rounds[name]
+    _rounds[name] += 1
+    folder = run.folder(SHARES)
+    write_parquet(_share(folder, name, this, share[0]), found)
+    told = multihost.gather(name, [status, len(found), vars(own)])
+    if this:  # all have read the round before, or they would not be here
+        _share(folder, name, this - 1, share[0]).unlink(missing_ok=True)
+    if stop := max(status for status, *_ in told):
+        raise Interrupted(stop)
+    if stats is not None:
+        stats.add(side_by_side([CollectStats(**spent) for *_, spent in told]))
+    whole = []
+    for process, (_, count, _) in enumerate(told):
+        part = read_parquet(path := _share(folder, name, this, process))
+        if len(part) != count:
+            raise RuntimeError(f"{path} has {len(part)} trajectories, process {process} wrote {count}")
+        whole += part
+    return whole
+
+
+def _share(folder: Path, name: str, this: int, process: int) -> Path:
+    return folder / f"{name}-{this:08d}-{process:06d}.parquet"
