@@ -406,11 +406,11 @@ def test_what_several_processes_cannot_do_is_refused(monkeypatch, config, words)
 
 def test_one_process_writes(tmp_path):
     with RunDirectory.create(tmp_path / "run", RunConfig()) as run:
-        with processes.Follower.open(tmp_path / "run") as follower:  # the lock is the first one's
-            run.log("grpo", 1, {"reward": 1.0})
-            follower.log("grpo", 1, {"reward": 2.0})
-            follower.truncate("grpo", 0)
-            follower.write_text("config.yaml", "")
+        follower = processes.Follower.open(tmp_path / "run")  # the lock is the first one's
+        run.log("grpo", 1, {"reward": 1.0})
+        follower.log("grpo", 1, {"reward": 2.0})
+        follower.truncate("grpo", 0)
+        follower.write_text("config.yaml", "")
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["reward"] == 1.0
     assert RunDirectory.open(tmp_path / "run").config == RunConfig()
