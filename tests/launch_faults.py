@@ -1,5 +1,5 @@
-"""`trace-jax` with faults, started by test_launch_processes.py: process 1 is slow in its first collection, and its disk is
-full when it hands on its third. Waits are reported after a second."""
+"""`trace-jax` with faults, started by test_launch_processes.py: process 1 is slow in its first collection, and its disk
+is full when it hands on its third. Waits are reported after a second."""
 
 import errno
 import os

@@ -10,6 +10,7 @@ tokenizer.model    sentencepiece model (an imported policy: tokenizer.json and i
 checkpoints/       sft/, grpo/: the newest `keep_checkpoints` of each; base/: a policy that was not trained here
 trajectories/      grpo-000010.parquet, ...
 evaluation/        one file per evaluated subject
+logs/              what each of several processes said
 export/            Hugging Face layout
 report.html
 """
