@@ -404,6 +404,11 @@ def test_what_several_processes_cannot_do_is_refused(monkeypatch, config, words)
     processes.check(RunConfig())
 
 
+def test_a_bucket_must_be_mounted():
+    with pytest.raises(ConfigError, match=r"launch/worker\.sh"):
+        processes.open_run(Path("gs://bucket/runs/a"), RunConfig(), RunDirectory.open, new=False)
+
+
 def test_one_process_writes(tmp_path):
     with RunDirectory.create(tmp_path / "run", RunConfig()) as run:
         follower = processes.Follower.open(tmp_path / "run")  # the lock is the first one's

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "search_smoke.yaml"
-SIZES = "--policy.layers 1 --policy.width 32 --policy.heads 2 --policy.head-dim 16 --policy.mlp-width 64 --sft.epochs 4"
+SIZES = "--policy.layers 1 --policy.width 32 --policy.heads 2 --policy.head-dim 16 --policy.mlp-width 64"
 ROWS = "--sft.microbatch.rows 8 --grpo.microbatch.rows 8 --rollout.slots 8"
 # Hardly trained, the policy is never right: what differs within a group is the penalty for length.
 STEPS = "--grpo.steps 5 --grpo.save-every 1 --grpo.iterations 1 --grpo.overlong-buffer 383"
@@ -108,7 +108,7 @@ def same_run(run, other):
 @pytest.fixture(scope="module")
 def base(compile_cache, tmp_path_factory):
     run = tmp_path_factory.mktemp("launch") / "base"
-    alone(compile_cache, 1, "sft", "--config", CONFIG, "--run-dir", run, *f"{SIZES} {ROWS}".split())
+    alone(compile_cache, 1, "sft", "--config", CONFIG, "--run-dir", run, *f"{SIZES} {ROWS} --sft.epochs 4".split())
     return run
 
 
@@ -190,3 +190,21 @@ def test_a_slow_host_is_named_and_a_full_disk_ends_the_job(base, compile_cache, 
     assert "waiting for process 1 for" in said  # the slow one
     assert "trace-jax: process 1 failed: cannot write" in said and "no space left on device" in said
     assert reached(run, "grpo", 2) or reached(run, "grpo", 1)
+
+
+def test_the_whole_recipe_on_two_processes(compile_cache, tmp_path):
+    """Teacher, tokenizer, SFT, GRPO with turn credit, evaluation, report; then the export, by one process."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    small = "--sft.epochs 1 --grpo.steps 1 --grpo.iterations 1 --data.test 4 --grpo.validation-episodes 0"
+    credit = "--grpo.turn-credit.enabled true --grpo.turn-credit.microbatch.row-length 512 --mesh.fsdp 2"
+    words = ["--config", CONFIG, "--run-dir", run, *f"{SIZES} {small} {ROWS} {credit}".split(), "--json"]
+    job = launch(compile_cache, log, 2, 1, "train", *words)
+    assert job.wait() == 0, log.read_text()[-4000:]
+    said = log.read_text()
+    assert "trace-jax export --run-dir" in said and sum(line.startswith("{") for line in said.splitlines()) == 1
+    assert {p.stem for p in (run / "evaluation").glob("*.json")} == {"untrained", "explorer", "solver", "sft", "grpo"}
+    stages = [r["stage"] for r in figures(run)]
+    assert stages == ["sft"] * (len(stages) - 1) + ["grpo"] and (run / "report.html").is_file()
+    assert all(len(t.probes) for t in read_parquet(run / "trajectories" / "grpo-000001.parquet"))
+    alone(compile_cache, 1, "export", "--run-dir", run)
+    assert (run / "export" / "model.safetensors").is_file()

@@ -251,8 +251,9 @@ def _dry_run(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
         train.check(config)
         if getattr(args, "init", None) is not None:
             train.check_new(args.command, args.run_dir, config, args.init)
-    print(config_io.dump(config), end="", flush=True)
-    if args.command != "grpo":
+    if distributed.leads():
+        print(config_io.dump(config), end="", flush=True)
+    if args.command != "grpo" or distributed.several():
         return fields
     from trace_jax.recipes import plan
 

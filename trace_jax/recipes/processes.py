@@ -8,6 +8,7 @@ nothing.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -59,8 +60,13 @@ def open_run(
         new: without a path it gets the name that new runs get.
 
     Raises:
-        ConfigError: in all processes what `open_it` raised; or the others do not see the directory.
+        ConfigError: a bucket that is not mounted; in all processes what `open_it` raised; or the others do not see the
+            directory.
     """
+    if path is not None and re.match(r"[a-z0-9]+:/", str(path)):
+        raise ConfigError(
+            f"--run-dir {path} is no directory: mount the bucket, as launch/worker.sh does, and name a path"
+        )
     if multihost.count() == 1:
         return open_it(path)
     held: list[RunDirectory] = []
