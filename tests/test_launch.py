@@ -17,7 +17,7 @@ import yaml
 from helpers_collect import CONFIG as ROLLOUT
 from helpers_collect import Script, ToyChat, ToyEnvironment, call_then_answer
 
-from trace_jax.config import ConfigError, GRPOConfig, MeshConfig, RunConfig
+from trace_jax.config import ConfigError, GRPOConfig, MeshConfig, RunConfig, TurnCreditConfig
 from trace_jax.learner import multihost
 from trace_jax.recipes import distributed, interrupt, processes
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
@@ -392,7 +392,8 @@ def two(monkeypatch, index=0):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (RunConfig(grpo=GRPOConfig(staleness=1)), "grpo.staleness"),
+        (RunConfig(grpo=GRPOConfig(staleness=1, weight_sync="in_flight")), "grpo.weight_sync"),
+        (RunConfig(grpo=GRPOConfig(staleness=1, turn_credit=TurnCreditConfig(enabled=True))), "grpo.turn_credit"),
         (RunConfig(mesh=MeshConfig(rollout_devices=1)), "mesh.rollout_devices"),
     ],
 )
@@ -401,7 +402,7 @@ def test_what_several_processes_cannot_do_is_refused(monkeypatch, config, words)
     two(monkeypatch)
     with pytest.raises(ConfigError, match=words):
         processes.check(config)
-    processes.check(RunConfig())
+    processes.check(RunConfig(grpo=GRPOConfig(staleness=1)))
 
 
 def test_a_bucket_must_be_mounted():
@@ -419,3 +420,39 @@ def test_one_process_writes(tmp_path):
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["reward"] == 1.0
     assert RunDirectory.open(tmp_path / "run").config == RunConfig()
+
+
+# Two processes, without devices
+
+
+FAILING = """
+from trace_jax.learner import multihost
+from trace_jax.recipes import distributed
+
+distributed.join()
+index = multihost.index()
+print(distributed.leads(), multihost.gather("who", index), multihost.first("lead", lambda: index), flush=True)
+if index == 1:
+    distributed.leave(7, "the disk is gone")
+multihost.gather("never", index)
+"""
+
+
+def test_processes_find_each_other_by_slurm_and_end_together():
+    """One fails: the other, which waits for it, ends with its status and says why."""
+    job = os.getpid() % 4096 + 4096 * 7  # JAX derives the port from it
+    started = []
+    for index in range(2):
+        slurm = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": 2, "SLURM_PROCID": index}
+        slurm |= {"SLURM_LOCALID": index, "SLURM_STEP_NUM_TASKS": 2, "JAX_PLATFORMS": "cpu"}
+        env = os.environ | {name: str(value) for name, value in slurm.items()}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, "-c", FAILING], env=env, **pipes))
+    try:
+        said = [process.communicate(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [7, 7], said
+    assert [out for out, _ in said] == ["True [0, 1] 0\n", "False [0, 1] 0\n"]
+    assert "trace-jax: process 1 failed: the disk is gone" in said[0][1]

@@ -78,7 +78,7 @@ def running(pids):
 
 
 def trajectories(run):
-    return [t for step in range(1, 6) for t in read_parquet(run / "trajectories" / f"grpo-{step:06d}.parquet")]
+    return [t for path in sorted((run / "trajectories").glob("grpo-*.parquet")) for t in read_parquet(path)]
 
 
 def difference(run, other):
@@ -96,8 +96,7 @@ def same_run(run, other):
         assert np.array_equal(a.ids, b.ids) and (a.group, a.sample) == (b.group, b.sample)
         assert (a.status, a.reward, a.info, a.labels) == (b.status, b.reward, b.info, b.labels)
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
-    told = [(figures(r)) for r in (run, other)]
-    for a, b in zip(*told, strict=True):
+    for a, b in zip(figures(run), figures(other), strict=True):
         assert (a["stage"], a["step"]) == (b["stage"], b["step"]) and a.keys() == b.keys()
         for name in ("reward", "loss", "entropy", "grad_norm", "length", "trajectories", "tools/calls"):
             if name in a:
@@ -172,6 +171,23 @@ def test_killed_stopped_and_continued_on_two(base, single, compile_cache, tmp_pa
     job = launch(compile_cache, log, 2, 4, "grpo", "--run-dir", run, "--resume")
     assert job.wait() == 0, log.read_text()[-4000:]
     assert f"{newest} is damaged" in log.read_text() and "going on from the one before it" in log.read_text()
+    same_run(run, single)
+
+
+def test_sampling_ahead_of_learning(base, compile_cache, tmp_path):
+    """With staleness 1 the next collection is under way while one is learned from: stopped and continued on two
+    processes, it is as on one."""
+    ahead = [*STEPS.replace("steps 5", "steps 4").split(), *["--grpo.staleness", "1", "--mesh.fsdp", "2"]]
+    single, run, log = tmp_path / "single", tmp_path / "run", tmp_path / "log"
+    alone(compile_cache, 4, "grpo", "--init", base, "--run-dir", single, *ahead)
+    job = launch(compile_cache, log, 2, 2, "grpo", "--init", base, "--run-dir", run, *ahead)
+    until(job, lambda: reached(run, "grpo", 1), log)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait() == 143, log.read_text()[-4000:]
+    assert not reached(run, "grpo", 4)
+    job = launch(compile_cache, log, 2, 2, "grpo", "--run-dir", run, "--resume")
+    assert job.wait() == 0, log.read_text()[-4000:]
+    assert {v for t in trajectories(run) for v in t.versions} == {0, 1, 2}
     same_run(run, single)
 
 

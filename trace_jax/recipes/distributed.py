@@ -173,7 +173,8 @@ def join() -> None:
             f"the processes that {found.by} declares do not come together ({' '.join(str(error).split())[:300]}): "
             f"start all of them with the same command, or set {SWITCH}=0 to work alone"
         ) from error
-    _watch = _Watch()
+    state = jax._src.distributed.global_state  # noqa: SLF001 - the public names start the devices
+    _watch = _Watch(state.process_id, state.num_processes)
     _watch.start()
 
 
@@ -206,8 +207,9 @@ def end_now(status: int) -> None:
 class _Watch(threading.Thread):
     """Looks for messages of processes that failed, and says whom this one has been waiting for."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int, count: int) -> None:
         super().__init__(name="processes", daemon=True)
+        self._index, self._count = index, count
         self._stopped = threading.Event()
         self._reported: dict[str, float] = {}  # wait -> seconds after which it is reported next
 
@@ -219,12 +221,12 @@ class _Watch(threading.Thread):
         from trace_jax.learner import multihost
 
         with contextlib.suppress(Exception):  # the coordinator is gone: so are, soon, the others
-            client, index = multihost.client(), multihost.index()
+            client, index = multihost.client(), self._index
             client.key_value_set(f"{FAILED}{index:06d}", json.dumps([status, message]), allow_overwrite=True)
             client.key_value_set(f"{READ}{index:06d}", "")
             until = time.monotonic() + SPREAD_SECONDS
             while not index and time.monotonic() < until:
-                if len(client.key_value_dir_get(READ)) == multihost.count():
+                if len(client.key_value_dir_get(READ)) == self._count:
                     return
                 time.sleep(0.1)
 
@@ -235,7 +237,7 @@ class _Watch(threading.Thread):
         while not self._stopped.wait(POLL_SECONDS):
             try:
                 failures = multihost.client().key_value_dir_get(FAILED)
-                if multihost.index() == 0:
+                if self._index == 0:
                     self._report(multihost.awaited())
                 lost = 0
             except Exception as error:
@@ -244,10 +246,10 @@ class _Watch(threading.Thread):
                     self._end(1, f"process 0 is gone ({' '.join(str(error).split())[:200]})")
                 continue
             for key, text in sorted(failures):
-                if (process := int(key.rsplit("/", 1)[1])) != multihost.index() and not self._stopped.is_set():
+                if (process := int(key.rsplit("/", 1)[1])) != self._index and not self._stopped.is_set():
                     status, message = json.loads(text)
                     with contextlib.suppress(Exception):
-                        multihost.client().key_value_set(f"{READ}{multihost.index():06d}", "")
+                        multihost.client().key_value_set(f"{READ}{self._index:06d}", "")
                     self._end(status, f"process {process} failed: {message}")
 
     def _end(self, status: int, text: str) -> None:

@@ -75,6 +75,7 @@ class Generation:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="generation")
         self._closing = threading.Event()
         self._params: dict[int, Params] = {}
+        self._placed: dict[int, list[Any]] = {}  # the same for the sampler, with several processes
         self._futures: dict[int, Future[Collection]] = {}
         self._swap = threading.Lock()
         self._open_to_swaps = False
@@ -84,7 +85,8 @@ class Generation:
 
     def __exit__(self, *exc) -> None:
         self._closing.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        # With several processes the thread may wait for others, whose threads have not begun what this one has.
+        self._pool.shutdown(wait=multihost.count() == 1, cancel_futures=True)
 
     # Parameters
 
@@ -93,12 +95,27 @@ class Generation:
         if self._config.staleness:
             params = jax.tree.map(lambda x: x.copy(), params)
             jax.block_until_ready(params)  # the copy is made before the buffers are given away
-        self._params[version] = params
+        self._keep(params, version)
         for old in [v for v in self._params if v < version - self._config.staleness]:
             del self._params[old]
+            self._placed.pop(old, None)
         with self._swap:
             if self._open_to_swaps:
-                self._work.engine.set_params(params, version)
+                self._use(version)
+
+    def _keep(self, params: Params, version: int) -> None:
+        self._params[version] = params
+        if multihost.count() > 1:
+            # Here, in the thread that learns: the one that collects runs no program that needs other processes, or the
+            # order of such programs would differ between them.
+            self._placed[version] = self._work.engine.place(params)
+
+    def _use(self, version: int) -> None:
+        """Has the sampler draw with these parameters from now on."""
+        if version in self._placed:
+            self._work.engine.use(self._placed[version], version)
+        else:
+            self._work.engine.set_params(self._params[version], version)
 
     def version_of(self, step: int) -> int:
         """The version that collection `step` begins with."""
@@ -130,7 +147,7 @@ class Generation:
         in_flight = self._config.weight_sync == "in_flight"
         version = max(self._params) if in_flight else self.version_of(step)
         with self._swap:
-            self._work.engine.set_params(self._params[version], version)
+            self._use(version)
             self._open_to_swaps = in_flight
         try:
             stats, before = CollectStats(), self._work.engine.stats
@@ -159,7 +176,7 @@ class Generation:
     def _validation(self, version: int) -> dict[str, float]:
         config = self._config
         with self._swap:
-            self._work.engine.set_params(self._params[version], version)
+            self._use(version)
         stats, before = CollectStats(), self._work.engine.stats
         trajectories = self._collect(
             VALIDATION,
@@ -228,11 +245,17 @@ class Generation:
         files: dict[str, Path] = {}
         items: dict[str, Params] = {}
         told: dict[str, Any] = {}
+        ready: dict[int, Collection] = {}
         for step, future in self._futures.items():
             collected = _result(future)
             # What ended together with a signal may be spoilt before the signal was noticed.
             late = self._work.interrupt.requested and collected and time.monotonic() - collected.ended < SPOILT_SECONDS
             if collected is not None and not late:
+                ready[step] = collected
+        everywhere = set.intersection(*map(set, multihost.gather("pending", list(ready))))
+        for step in self._futures:
+            if step in everywhere:
+                collected = ready[step]
                 name = f"pending-{step:06d}.parquet"
                 write_parquet(folder / name, collected.trajectories, step)
                 files[name] = folder / name
@@ -268,7 +291,7 @@ class Generation:
                 continue
             version = self.version_of(k)
             if version not in self._params and self._config.weight_sync == "between":
-                self._params[version] = read_item(f"version_{version}")
+                self._keep(read_item(f"version_{version}"), version)
             self.ask(k)
 
 

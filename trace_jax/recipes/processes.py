@@ -106,10 +106,12 @@ def check(config: RunConfig) -> None:
     """
     if multihost.count() == 1:
         return
-    if config.grpo.staleness:
+    grpo = config.grpo
+    if grpo.staleness and (grpo.weight_sync == "in_flight" or grpo.turn_credit.enabled):
+        what = "turn_credit.enabled" if grpo.turn_credit.enabled else "weight_sync` in_flight, `grpo.staleness"
         raise ConfigError(
-            f"`grpo.staleness` ({config.grpo.staleness}) needs one process: sampling beside learning would start "
-            "programs of all devices in different orders in different processes; set it to 0"
+            f"`grpo.{what}` with `grpo.staleness` {grpo.staleness} needs one process: programs of all devices would "
+            "start in another order in each process; set the staleness to 0, or leave the other out"
         )
     if config.mesh.rollout_devices:
         raise ConfigError(
