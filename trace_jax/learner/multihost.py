@@ -17,7 +17,7 @@ import jax
 from trace_jax.config import ConfigError
 
 T = TypeVar("T")
-TIMEOUT_SECONDS = 3600  # a process that died is found by the heartbeats much earlier; this is for one that is slow
+TIMEOUT_SECONDS = 24 * 3600  # one that died is found by the heartbeats; process 0 may work alone for hours
 
 _rounds: collections.Counter[str] = collections.Counter()
 _waiting: dict[str, tuple[str, float]] = {}  # folder of what this process waits for, since when
