@@ -211,7 +211,7 @@ def test_a_slow_host_is_named_and_a_full_disk_ends_the_job(base, compile_cache, 
 def test_the_whole_recipe_on_two_processes(compile_cache, tmp_path):
     """Teacher, tokenizer, SFT, GRPO with turn credit, evaluation, report; then the export, by one process."""
     run, log = tmp_path / "run", tmp_path / "log"
-    small = "--sft.epochs 1 --grpo.steps 1 --grpo.iterations 1 --data.test 4 --grpo.validation-episodes 0"
+    small = "--sft.epochs 4 --grpo.steps 1 --grpo.iterations 1 --data.test 4 --grpo.validation-episodes 0"
     credit = "--grpo.turn-credit.enabled true --grpo.turn-credit.microbatch.row-length 512 --mesh.fsdp 2"
     words = ["--config", CONFIG, "--run-dir", run, *f"{SIZES} {small} {ROWS} {credit}".split(), "--json"]
     job = launch(compile_cache, log, 2, 1, "train", *words)
