@@ -8,6 +8,7 @@ nothing.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections import Counter
@@ -15,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from trace_jax.config import ConfigError, RunConfig
@@ -118,6 +122,28 @@ def check(config: RunConfig) -> None:
             f"`mesh.rollout_devices` ({config.mesh.rollout_devices}) needs one process: set it to 0, so that all "
             "devices learn and sample in turn"
         )
+
+
+def introduce(mesh: Mesh) -> None:
+    """Has every group of devices along the mesh's axes communicate once. On CPU (gloo) processes have 30 s to meet when
+    a group does so for the first time, which one that compiles for longer would miss; later they may be as late as they
+    like."""
+    axes = [name for name, size in mesh.shape.items() if size > 1]
+    if multihost.count() == 1 or not axes or jax.default_backend() != "cpu":
+        return
+    groups = [group for n in range(1, len(axes) + 1) for group in itertools.combinations(axes, n)]
+    whole = NamedSharding(mesh, PartitionSpec())
+    one = jax.make_array_from_callback((), whole, lambda _: np.ones((), np.float32))
+    met = jax.shard_map(
+        lambda x: [jax.lax.psum(x, group) for group in groups],
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    program = jax.jit(met).lower(one).compile()
+    multihost.gather("introduce", None)
+    jax.block_until_ready(program(one))
 
 
 def lead(interrupt: Interrupt, name: str, work: Callable[[], T]) -> T:

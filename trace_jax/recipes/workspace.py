@@ -151,7 +151,9 @@ class Workspace:
 
     @cached_property
     def _meshes(self) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-        return role_meshes(self.config.mesh)
+        meshes = role_meshes(self.config.mesh)
+        processes.introduce(meshes[0])
+        return meshes
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
