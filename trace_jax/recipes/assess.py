@@ -23,7 +23,7 @@ from trace_jax.recipes.domain import SCRIPTED, check_agent, domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, stored_config, writing
-from trace_jax.recipes.workspace import Workspace
+from trace_jax.recipes.workspace import Workspace, on_this_machine
 from trace_jax.rollout.collect_stats import CollectStats
 from trace_jax.rollout.trajectory import Trajectory, write_parquet
 
@@ -59,7 +59,7 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
             changed = config_io.differences(stored, config)
             _check_changes(stored, config, changed, split)
             run = RunDirectory.open(run_dir)
-            run.config = config
+            run.config = on_this_machine(config)
         with run, Interrupt() as interrupt:
             work = Workspace(run, Progress(), interrupt)
             agent = work.latest_stage() if agent == "latest" else agent

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trace_jax.config import ConfigError, RunConfig
+from trace_jax.config import ConfigError, MeshConfig, RunConfig
 from trace_jax.environments.base import Environment
 from trace_jax.learner import multihost, sharding
 from trace_jax.learner.checkpoint import CheckpointStore
@@ -32,6 +32,16 @@ from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.sampling import Sampling, check_training
 
 TOKENIZER = chat_files.SENTENCEPIECE
+
+
+def on_this_machine(config: RunConfig) -> RunConfig:
+    """The configuration of a run to look at: with all devices there are, where its mesh, perhaps a pod's, does not fit
+    them. For commands whose results do not depend on it."""
+    try:
+        role_meshes(config.mesh)
+    except ConfigError:
+        return config.replace(mesh=MeshConfig())
+    return config
 
 
 @dataclass
