@@ -111,12 +111,26 @@ def test_one_process_writes(tmp_path):
 
 
 FAILING = """
+import os, signal, time
 from trace_jax.learner import multihost
 from trace_jax.recipes import distributed
+from trace_jax.recipes.interrupt import Interrupt, Interrupted
 
 distributed.join()
 index = multihost.index()
 print(distributed.leads(), multihost.gather("who", index), multihost.first("lead", lambda: index), flush=True)
+with Interrupt() as asked:
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        with asked.alone():
+            for _ in range(600):
+                asked.check()
+                time.sleep(0.1)
+    except Interrupted as stop:
+        print("stopped", stop.status, flush=True)
+    asked.check()  # no more than that: they have not agreed
+multihost.gather("stopped", index)
 if index == 1:
     distributed.leave(7, "the disk is gone")
 multihost.gather("never", index)
@@ -124,7 +138,8 @@ multihost.gather("never", index)
 
 
 def test_processes_find_each_other_by_slurm_and_end_together():
-    """One fails: the other, which waits for it, ends with its status and says why."""
+    """A signal to one reaches the work of both. One fails: the other, which waits for it, ends with its status and says
+    why."""
     job = os.getpid() % 4096 + 4096 * 7  # JAX derives the port from it
     started = []
     for index in range(2):
@@ -139,5 +154,5 @@ def test_processes_find_each_other_by_slurm_and_end_together():
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [7, 7], said
-    assert [out for out, _ in said] == ["True [0, 1] 0\n", "False [0, 1] 0\n"]
+    assert [out for out, _ in said] == ["True [0, 1] 0\nstopped 143\n", "False [0, 1] 0\nstopped 143\n"]
     assert "trace-jax: process 1 failed: the disk is gone" in said[0][1]

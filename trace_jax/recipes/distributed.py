@@ -11,7 +11,8 @@ that there are several, in this order:
                                   JAX finds out the rest
 
 Otherwise nothing happens. Afterwards a thread watches: a process that fails says so and the others end within seconds;
-one that vanishes is missed by JAX's heartbeats after `HEARTBEAT_SECONDS`; one that is slow is named by process 0.
+one that is told to stop says that, too; one that vanishes is missed by JAX's heartbeats after `HEARTBEAT_SECONDS`; one
+that is slow is named by process 0.
 
 Loads JAX only when there are several processes.
 """
@@ -39,7 +40,7 @@ END_SECONDS = 60  # for all processes to have finished
 POLL_SECONDS = 1.0
 SLOW_SECONDS = 60.0  # a wait for other processes is reported after it, and each time it has doubled
 SPREAD_SECONDS = 10.0  # process 0 stays so long for the others to read why it ends
-FAILED, READ = "trace_jax_failed/", "trace_jax_read/"
+FAILED, READ, STOP = "trace_jax_failed/", "trace_jax_read/", "trace_jax_stop/"
 
 OWN = ("TRACE_JAX_PROCESSES", "TRACE_JAX_PROCESS", "TRACE_JAX_COORDINATOR")
 SWITCH = "TRACE_JAX_DISTRIBUTED"
@@ -145,6 +146,7 @@ def leads() -> bool:
 
 
 _watch: _Watch | None = None
+_heard: int | None = None  # signal
 
 
 def join() -> None:
@@ -176,6 +178,17 @@ def join() -> None:
     state = jax._src.distributed.global_state  # noqa: SLF001 - the public names start the devices
     _watch = _Watch(state.process_id, state.num_processes)
     _watch.start()
+
+
+def hear(number: int) -> None:
+    """This process was told to stop by a signal, and the watch will tell the others. For a signal's handler."""
+    global _heard
+    _heard = number
+
+
+def announced() -> int | None:
+    """The signal that some process has heard, a second or two after it did."""
+    return None if _watch is None else _watch.announced
 
 
 def leave(status: int, message: str = "") -> None:
@@ -211,6 +224,7 @@ class _Watch(threading.Thread):
         super().__init__(name="processes", daemon=True)
         self._index, self._count = index, count
         self._stopped = threading.Event()
+        self.announced: int | None = None
         self._reported: dict[str, float] = {}  # wait -> seconds after which it is reported next
 
     def stop(self) -> None:
@@ -236,7 +250,12 @@ class _Watch(threading.Thread):
         lost = 0
         while not self._stopped.wait(POLL_SECONDS):
             try:
-                failures = multihost.client().key_value_dir_get(FAILED)
+                client = multihost.client()
+                if _heard is not None and self.announced is None:
+                    client.key_value_set(f"{STOP}{self._index:06d}", str(_heard), allow_overwrite=True)
+                stops = client.key_value_dir_get(STOP)
+                self.announced = int(stops[0][1]) if stops else None
+                failures = client.key_value_dir_get(FAILED)
                 if self._index == 0:
                     self._report(multihost.awaited())
                 lost = 0

@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from trace_jax.recipes import distributed
 from trace_jax.recipes.distributed import several
 
 
@@ -69,6 +70,7 @@ class Interrupt:
     def _receive(self, number: int, frame) -> None:
         if self.signal is None:
             self.signal = number
+            distributed.hear(number)
             os.write(2, b"\nstopping after this step; once more aborts at once\n")
             return
         # Checkpoints are written beside and renamed, so ending here loses at most the steps since the last one.
@@ -95,8 +97,8 @@ class Interrupt:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, this thread of one of several processes stops on a signal of its own, without the others: for work
-        after which they tell each other."""
+        """Inside, this thread of one of several processes stops when it, or some other, hears a signal, without having
+        agreed when: for work after which they tell each other."""
         self._own.alone = True
         try:
             yield
@@ -114,7 +116,9 @@ class Interrupt:
             raise Interrupted(128 + number)
 
     def _stop(self) -> int | None:
-        return self._agreed if several() and not getattr(self._own, "alone", False) else self.signal
+        if not several():
+            return self.signal
+        return (self.signal or distributed.announced()) if getattr(self._own, "alone", False) else self._agreed
 
 
 def ignore_in_worker() -> None:
