@@ -242,6 +242,7 @@ def test_slurm_tries_again_and_queues_itself_after_sigterm(tmp_path):
         tmp_path / "bin",
         srun=f'echo "srun $*" >> {log}; n=$(grep -c ^srun {log}); [[ $n -lt 2 ]] && exit 1\n'
         f'trap "echo stopped >> {log}; exit 143" TERM; touch {tmp_path}/up; while :; do sleep 0.1; done',
+        squeue="echo RUNNING",
         scontrol=f'echo "scontrol $*" >> {log}',
     )
     env = os.environ | {"PATH": path, "SLURM_JOB_ID": "42", "SLURM_SUBMIT_DIR": str(LAUNCH.parent)}
