@@ -94,6 +94,33 @@ def test_flipped_bit_is_found(tmp_path):
     assert victim.read_bytes() == bytes(data)  # refusing deletes nothing
 
 
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path):
+    """Damage that keeps sizes is only found by reading; without any whole one a run must not begin anew."""
+
+    def flip(step):
+        victim = max(tmp_path.glob(f"{step:08d}/params/**/d/*"), key=lambda p: p.stat().st_size)
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
+
+    assert CheckpointStore(tmp_path).newest_whole() is None
+    writer = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        writer.save(step, {"params": tree(step)}, {"k": step})
+    assert CheckpointStore(tmp_path).newest_whole() == 3
+    flip(3)
+    store = CheckpointStore(tmp_path)
+    with pytest.warns(UserWarning, match=r"00000003 is damaged .*going on from the one before it"):
+        assert store.newest_whole() == 2
+    assert_same(store.restore(2, {"params": tree()})[0]["params"], tree(2))
+    store.save(3, {"params": tree(9)}, {})  # made again
+    assert CheckpointStore(tmp_path).newest_whole() == 3
+    for step in (1, 2, 3):
+        flip(step)
+    with pytest.warns(UserWarning), refused("00000003 is damaged .*delete"):
+        CheckpointStore(tmp_path).newest_whole()
+
+
 def test_other_arrays_are_named(tmp_path):
     """Case 8 of trainer: restoring one kind of checkpoint into another is a clear error."""
     store = CheckpointStore(tmp_path)

@@ -12,6 +12,7 @@ from trace_jax.config import RunConfig
 from trace_jax.recipes import generation
 from trace_jax.recipes.generation import Generation, further_prompts, prompts
 from trace_jax.recipes.interrupt import Interrupted
+from trace_jax.rollout.engine import EngineStats
 from trace_jax.rollout.trajectory import Trajectory
 
 
@@ -20,7 +21,7 @@ class Engine:
 
     def __init__(self):
         self.value, self.version = None, None
-        self.stats = SimpleNamespace(since=lambda before: SimpleNamespace(figures=dict))
+        self.stats = EngineStats()
 
     def set_params(self, params, version):
         self.value, self.version = int(params["w"]), version
@@ -32,7 +33,7 @@ class Work:
     def __init__(self, **grpo):
         grpo = {"steps": 6, "prompts": 4, "group": 2} | grpo
         self.config = dataclasses.replace(RunConfig(), grpo=dataclasses.replace(RunConfig().grpo, **grpo))
-        self.engine, self.chat = Engine(), None
+        self.engine, self.chat, self.run = Engine(), None, None
         self.stop = None  # set to have the next look at the signals raise
         self.interrupt = SimpleNamespace(check=self._check, requested=False)
 

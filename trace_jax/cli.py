@@ -24,6 +24,7 @@ from trace_jax import cli_parser, config_io
 from trace_jax.cli_parser import ADS_ONLY, FIXED, SCRIPTED, TRAINING, command_of
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import require_environment
+from trace_jax.recipes import distributed
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.rundir import stored_config
 
@@ -257,8 +258,10 @@ def _run(argv: Sequence[str]) -> int:
     config = None if args.command == "import" else _config(args, overrides)  # of the checkpoint, too: the recipe's work
     if args.command in ADS_ONLY:
         require_environment(config, "ads", args.command)
+    if args.command in TRAINING:
+        distributed.join()
     result = _dry_run(args, config) if getattr(args, "dry_run", False) else COMMANDS[args.command](args, config)
-    if args.json:
+    if args.json and distributed.leads():
         print(json.dumps(result), flush=True)
     return 0
 
@@ -276,8 +279,9 @@ def _dry_run(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
         train.check(config)
         if getattr(args, "init", None) is not None:
             train.check_new(args.command, args.run_dir, config, args.init)
-    print(config_io.dump(config), end="", flush=True)
-    if args.command != "grpo":
+    if distributed.leads():
+        print(config_io.dump(config), end="", flush=True)
+    if args.command != "grpo" or distributed.several():
         return fields
     from trace_jax.recipes import plan
 
@@ -370,42 +374,45 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows `?` for what it lacks
+    status, message = _outcome(argv)
+    if message:
+        print(message, file=sys.stderr)
+    distributed.leave(status, message.removeprefix("trace-jax: "))
+    return status
+
+
+def _outcome(argv: list[str]) -> tuple[int, str]:
+    """Runs the command; its exit status, and the line for standard error if it did not end well."""
     try:
         # Commands that look at the request themselves; it may arrive while their modules are still being loaded.
         with Interrupt() if command_of(argv) in _STOPPABLE else contextlib.nullcontext():
             status = _run(argv)
         sys.stdout.flush()  # here, where a full disk can still be reported
-        return status
+        return status, ""
     except ConfigError as error:
-        print(f"trace-jax: {_one_line(error)}", file=sys.stderr)
-        return 2
+        return 2, f"trace-jax: {_one_line(error)}"
     except Interrupted as stop:
         again = [*argv, *(["--resume"] if command_of(argv) == "simulate" and "--resume" not in argv else [])]
         goes_on = command_of(argv) in (*TRAINING, "simulate", "reproduce", "capability") or "endpoint" in argv
         verb = "continue" if goes_on else "start again"
-        print(f"interrupted; {verb} with: {stop.resume or shlex.join(['trace-jax', *again])}", file=sys.stderr)
-        return stop.status
+        return stop.status, f"interrupted; {verb} with: {stop.resume or shlex.join(['trace-jax', *again])}"
     except KeyboardInterrupt:
-        print(f"interrupted; start again with: {shlex.join(['trace-jax', *argv])}", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + signal.SIGINT, f"interrupted; start again with: {shlex.join(['trace-jax', *argv])}"
     except BrokenPipeError:  # the reader of the output has seen enough
         _mute()
-        return 128 + signal.SIGPIPE
+        return 128 + signal.SIGPIPE, ""
     except OSError as error:
         if error.errno not in _MACHINE_ERRORS:
             traceback.print_exc()
-            return 1
+            return 1, f"trace-jax: failed: {_one_line(error)}"
         if not error.filename:
             _mute()
-        print(f"trace-jax: {_one_line(_machine(error, argv))}", file=sys.stderr)
-        return 2
+        return 2, f"trace-jax: {_one_line(_machine(error, argv))}"
     except Exception as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            print(f"trace-jax: {_MEMORY}", file=sys.stderr)
-            return 2
+            return 2, f"trace-jax: {_MEMORY}"
         traceback.print_exc()
-        print(f"trace-jax: failed: {_one_line(error) or type(error).__name__}", file=sys.stderr)
-        return 1
+        return 1, f"trace-jax: failed: {_one_line(error) or type(error).__name__}"
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def evaluate_policy(
     seed: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
     adapters: Sequence[int] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> list[Trajectory]:
     """`config.samples` investigations of each episode by the parameters that `generator` holds.
 
@@ -38,6 +39,7 @@ def evaluate_policy(
             luck, and an episode is answered alike whatever else is evaluated with it.
         on_progress: called with (episodes done, episodes in all).
         adapters: which of those that `generator` holds investigates each episode, -1: none; by default the first.
+        share: see `collect`.
 
     Returns:
         Trajectories in the order of `indices`, samples of an episode together; `records_of` turns them into records.
@@ -65,6 +67,7 @@ def evaluate_policy(
         sampling=Sampling.of(config),
         progress=report,
         adapters=adapters,
+        share=share,
     )
 
 

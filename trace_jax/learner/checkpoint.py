@@ -22,7 +22,7 @@ import math
 import os
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -73,6 +73,7 @@ class CheckpointStore:
         self._folder = Folder(self.directory)
         self._pending = Background()
         self._is_shared = False
+        self._verified: set[int] = set()  # checkpoints whose files were read and are whole
         # What processes call this store among themselves. Not by the whole path: where that differs they must meet to
         # find out (`_check_shared`).
         self._name = f"checkpoint-{self.directory.name}"
@@ -114,6 +115,7 @@ class CheckpointStore:
                 background before it; earlier checkpoints are untouched.
         """
         self.wait()
+        self._verified.discard(step)
         for name in (*items, *(files or ())):
             if name != os.path.basename(name) or name.startswith(".") or name in ("", FILES, MANIFEST):
                 raise ValueError(f"a checkpoint cannot hold something called {name!r}")
@@ -168,6 +170,45 @@ class CheckpointStore:
         """Complete checkpoint with the highest score, of equal ones the newest; None when none has a score."""
         self.wait()
         return next(iter(self._folder.by_score()), None)
+
+    def newest_whole(self) -> int | None:
+        """Newest complete checkpoint whose files are as they were written, the same in all processes; None without
+        any. Each process reads a share of the files; warns of every damaged checkpoint that is passed over.
+
+        Raises:
+            ConfigError: all are damaged; or processes see different checkpoints.
+        """
+        steps, told = self.steps(), ""
+        seen = multihost.gather(f"{self._name}/steps", steps)
+        if any(other != steps for other in seen):
+            raise ConfigError(
+                f"processes see different checkpoints in {self.directory} ({[max(s, default=None) for s in seen]}): "
+                "several processes need one directory on a file system they share (NFS, Lustre, gs://)"
+            )
+        for step in reversed(steps):
+            damage = next(filter(None, multihost.gather(f"{self._name}/whole", self._damage(step))), None)
+            if damage is None:
+                self._verified.add(step)
+                return step
+            told = told or damage
+            if step != steps[0]:
+                warnings.warn(f"{damage}; going on from the one before it", stacklevel=2)
+        if told:
+            raise ConfigError(told)
+        return None
+
+    def _damage(self, step: int) -> str | None:
+        files = self._share(self._folder.manifest(step)["files"])
+        try:
+            self._folder.verify(step, files)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    @staticmethod
+    def _share(files: Iterable[str]) -> list[str]:
+        """Those that this process reads of what all read together."""
+        return sorted(files)[multihost.index() :: multihost.count()]
 
     def extra(self, step: int) -> dict[str, Any]:
         """The JSON stored with a checkpoint."""
@@ -252,8 +293,8 @@ class CheckpointStore:
         manifest = self._folder.manifest(step)
         for name, like in items.items():
             check_arrays(self._folder.path(step), name, describe(flatten(like)), manifest["arrays"])
-        wanted = sorted(file for file in manifest["files"] if file.split("/")[0] in items)
-        self._folder.verify(step, wanted[multihost.index() :: multihost.count()])
+        if step not in self._verified:
+            self._folder.verify(step, self._share(file for file in manifest["files"] if file.split("/")[0] in items))
         return manifest["extra"]
 
     def _begin(self, size: int, files: Mapping[str, bytes | os.PathLike]) -> str:
@@ -374,18 +415,12 @@ def restore_state(
 
     Args:
         params: parameters (or their shapes) of the configured policy.
-        step: which checkpoint; None takes the newest complete one.
+        step: which checkpoint; None takes the newest that is whole (`CheckpointStore.newest_whole`).
 
     Raises:
-        ConfigError: see `CheckpointStore.restore`; processes that see different checkpoints.
+        ConfigError: see `CheckpointStore.restore` and `newest_whole`.
     """
-    step = store.latest() if step is None else step
-    seen = multihost.gather(f"checkpoint-{store.directory.name}/latest", step)
-    if len(set(seen)) > 1:
-        raise ConfigError(
-            f"processes see different checkpoints in {store.directory} ({seen}): "
-            "several processes need one directory on a file system they share (NFS, Lustre, gs://)"
-        )
+    step = store.newest_whole() if step is None else step
     if step is None:
         return None
     like = learner.state_like(params)

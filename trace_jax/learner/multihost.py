@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import json
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,9 +17,10 @@ import jax
 from trace_jax.config import ConfigError
 
 T = TypeVar("T")
-TIMEOUT_SECONDS = 3600  # a process that died is found by the heartbeats much earlier; this is for one that is slow
+TIMEOUT_SECONDS = 24 * 3600  # one that died is found by the heartbeats; process 0 may work alone for hours
 
 _rounds: collections.Counter[str] = collections.Counter()
+_waiting: dict[str, tuple[str, float]] = {}  # folder of what this process waits for, since when
 
 
 def count() -> int:
@@ -29,6 +31,21 @@ def count() -> int:
 def index() -> int:
     """Which of them this is; 0 writes what is written once."""
     return jax.process_index() if count() > 1 else 0
+
+
+def client() -> Any:
+    """The coordination service's client of this process; it is thread-safe."""
+    return jax._src.distributed.global_state.client  # noqa: SLF001 - JAX has no public name for it; orbax does so too
+
+
+def awaited() -> list[tuple[str, float, list[int]]]:
+    """What this process waits for: its name, for how many seconds, and the processes that have not come yet. For
+    another thread than the one that waits."""
+    found = []
+    for name, (folder, since) in list(_waiting.items()):
+        there = {int(key.rsplit("/", 1)[1]) for key, _ in client().key_value_dir_get(folder)}
+        found.append((name, time.monotonic() - since, sorted(set(range(count())) - there)))
+    return found
 
 
 def gather(name: str, value: Any) -> list[Any]:
@@ -42,15 +59,19 @@ def gather(name: str, value: Any) -> list[Any]:
     """
     if count() == 1:
         return [value]
-    client = jax._src.distributed.global_state.client  # noqa: SLF001 - JAX has no public name for it; orbax does so too
     folder = f"trace_jax/{name}/"
     this = _rounds[name]
     _rounds[name] += 1
-    client.key_value_set(f"{folder}{this}/{index():06d}", json.dumps(value))
-    client.wait_at_barrier(f"{folder}{this}", TIMEOUT_SECONDS * 1000)
-    values = [text for _, text in sorted(client.key_value_dir_get(f"{folder}{this}/"))]
+    store = client()
+    store.key_value_set(f"{folder}{this}/{index():06d}", json.dumps(value))
+    _waiting[name] = f"{folder}{this}/", time.monotonic()
+    try:
+        store.wait_at_barrier(f"{folder}{this}", TIMEOUT_SECONDS * 1000)
+    finally:
+        del _waiting[name]
+    values = [text for _, text in sorted(store.key_value_dir_get(f"{folder}{this}/"))]
     if this:  # every process has read the round before, or it would not be here
-        client.key_value_delete(f"{folder}{this - 1}/{index():06d}")
+        store.key_value_delete(f"{folder}{this - 1}/{index():06d}")
     return [json.loads(text) for text in values]
 
 
@@ -78,3 +99,8 @@ def together(name: str, work: Callable[[], T]) -> list[T]:
         if kind:
             raise ConfigError(text) if kind == "config" else RuntimeError(f"in process {process}: {text}")
     return [result for *_, result in told]
+
+
+def first(name: str, work: Callable[[], T]) -> T:
+    """What `work` returns in process 0, which alone does it, in all of them. Raises what `together` does."""
+    return together(name, lambda: None if index() else work())[0]

@@ -15,13 +15,15 @@ from trace_jax.config_rules import get
 from trace_jax.evaluation import identity, store, table
 from trace_jax.evaluation.baselines import evaluate_agent
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
-from trace_jax.recipes import prompted
+from trace_jax.learner import multihost
+from trace_jax.recipes import processes, prompted
 from trace_jax.recipes.domain import SCRIPTED, check_agent, domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, stored_config, writing
-from trace_jax.recipes.workspace import Workspace
-from trace_jax.rollout.trajectory import write_parquet
+from trace_jax.recipes.workspace import Workspace, on_this_machine
+from trace_jax.rollout.collect_stats import CollectStats
+from trace_jax.rollout.trajectory import Trajectory, write_parquet
 
 AGENTS = ("untrained", *SCRIPTED, "sft", "grpo")
 OTHER = "other/"  # results of other splits or settings, under evaluation/ and trajectories/
@@ -63,7 +65,7 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
             if "evaluation.rules" in changed and agent not in domain_of(config).rivals:
                 raise ConfigError(f"`evaluation.rules` has no part in what {agent} does: leave it out")
             run = RunDirectory.open(run_dir)
-            run.config = config if agent != prompted.AGENT else prompted.worded(config)
+            run.config = prompted.worded(config) if agent == prompted.AGENT else on_this_machine(config)
         with run, Interrupt() as interrupt:
             work = Workspace(run, Progress(), interrupt)
             agent = work.latest_stage() if agent == "latest" else agent
@@ -115,7 +117,7 @@ def _settings(config: RunConfig, split: str) -> dict[str, Any]:
 
 def evaluate(work: Workspace, agent: str) -> dict[str, Any]:
     """Results of an agent on the test split with the run's settings; scored unless the run directory holds them."""
-    known = store.load_summaries(work.run.path).get(agent)
+    known = multihost.first("known", lambda: store.load_summaries(work.run.path).get(agent))
     wanted = _settings(work.config, "test")
     if known is not None and known.get("settings", wanted) == wanted:
         return known
@@ -129,21 +131,11 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
     indices = range(len(environment))
     with work.progress.bar(f"evaluate {name}", len(environment)) as bar:
 
-        def report(done: int, _: int) -> None:
-            bar.update(done)
+        def report(done: int, of: int) -> None:
+            bar.update(done * len(environment) // max(of, 1))  # this process's share of them, if there are several
             work.interrupt.check()
 
-        work.interrupt.check()
-        if agent in domain.scripted:
-            scripted, record_of = partial(domain.scripted[agent], config=config), domain.kind.record_of
-            records = evaluate_agent(environment, indices, scripted, record_of, seed=config.seed, on_progress=report)
-        elif agent in domain.bounds:
-            records = domain.bounds[agent](environment, config, report)
-        elif agent == prompted.AGENT:
-            records, usage = prompted.evaluate(work, environment, name, report)
-        else:
-            params = work.initial_params if agent == "untrained" else work.trained_params(agent)
-            work.engine.set_params(params, 0)
+        def policy(_: CollectStats, share: tuple[int, int]) -> list[Trajectory]:
             trajectories = evaluate_policy(
                 work.engine,
                 work.chat,
@@ -153,22 +145,46 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
                 config.rollout,
                 seed=config.seed,
                 on_progress=report,
+                share=share,
             )
             # A terminal's Ctrl-C also reaches the tool's processes: what came back last may be spoilt.
             work.interrupt.check()
-            records = records_of(trajectories, domain.kind.record_of)
-            path = work.run.folder("trajectories") / f"{name}.parquet"
-            with writing(path):
-                path.parent.mkdir(exist_ok=True)
-                write_parquet(path, trajectories)
-        result = domain.kind.summarise(records, config.evaluation, seed=config.seed)
-        result["settings"] = _settings(config, split)
-        result["benchmark"] = identity.benchmark_of(environment)
-        if agent == prompted.AGENT:
-            result["extra"]["usage"] = usage
-            result["settings"] |= {k: v for k, v in config_io.flatten(config) if k.startswith("endpoint.")}
-    store.save(work.run.path, name, result, records)
-    return result
+            return trajectories
+
+        work.interrupt.check()
+        trajectories: list[Trajectory] = []
+        if agent not in (*domain.scripted, *domain.bounds, prompted.AGENT):
+            params = work.initial_params if agent == "untrained" else work.trained_params(agent)
+            work.engine.set_params(params, 0)
+            trajectories = processes.shared(work.run, work.interrupt, "evaluate", policy)
+
+        def keep() -> dict[str, Any]:
+            usage = None
+            if agent in domain.scripted:
+                scripted, record_of = partial(domain.scripted[agent], config=config), domain.kind.record_of
+                records = evaluate_agent(
+                    environment, indices, scripted, record_of, seed=config.seed, on_progress=report
+                )
+            elif agent in domain.bounds:
+                records = domain.bounds[agent](environment, config, report)
+            elif agent == prompted.AGENT:
+                records, usage = prompted.evaluate(work, environment, name, report)
+            else:
+                records = records_of(trajectories, domain.kind.record_of)
+                path = work.run.folder("trajectories") / f"{name}.parquet"
+                with writing(path):
+                    path.parent.mkdir(exist_ok=True)
+                    write_parquet(path, trajectories)
+            result = domain.kind.summarise(records, config.evaluation, seed=config.seed)
+            result["settings"] = _settings(config, split)
+            result["benchmark"] = identity.benchmark_of(environment)
+            if usage is not None:
+                result["extra"]["usage"] = usage
+                result["settings"] |= {k: v for k, v in config_io.flatten(config) if k.startswith("endpoint.")}
+            store.save(work.run.path, name, result, records)
+            return result
+
+        return processes.lead(work.interrupt, "assess", keep)
 
 
 def show(run_dir: Path, results: dict[str, Any] | None = None) -> None:

@@ -16,7 +16,7 @@ from trace_jax.policy.hf_write import SHARD_BYTES
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Bar, Progress
 from trace_jax.recipes.rundir import RunDirectory
-from trace_jax.recipes.workspace import BASE, Workspace
+from trace_jax.recipes.workspace import BASE, Workspace, on_this_machine
 
 FORMATS = ("hf", "peft")
 DTYPES = tuple(SHORT)
@@ -51,6 +51,7 @@ def command(
     inside = out is None or out.resolve().is_relative_to(run_dir.resolve())
     # Only reading, a command takes no lock: the run may be going on, or be write-protected.
     with RunDirectory.open(run_dir, lock=inside) as run, Interrupt() as interrupt:
+        run.config = on_this_machine(run.config)
         work = Workspace(run, Progress(), interrupt)
         newest = _newest(work) if stage in ("latest", "grpo", "sft", BASE) else None
         stage = newest if stage == "latest" else stage

@@ -22,13 +22,14 @@ import jax
 import numpy as np
 
 from trace_jax.config import RunConfig
-from trace_jax.learner import groups
+from trace_jax.learner import groups, multihost
 from trace_jax.learner.step import Params
-from trace_jax.recipes import schedule
+from trace_jax.recipes import processes, schedule
 from trace_jax.recipes.phases import PhaseTimer
 from trace_jax.recipes.turn_probe import TurnProbe
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.collect import CollectStats, collect, metrics
+from trace_jax.rollout.engine import EngineStats
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.trajectory import Trajectory, read_parquet, write_parquet
 
@@ -74,6 +75,7 @@ class Generation:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="generation")
         self._closing = threading.Event()
         self._params: dict[int, Params] = {}
+        self._placed: dict[int, list[Any]] = {}  # the same for the sampler, with several processes
         self._futures: dict[int, Future[Collection]] = {}
         self._swap = threading.Lock()
         self._open_to_swaps = False
@@ -83,7 +85,8 @@ class Generation:
 
     def __exit__(self, *exc) -> None:
         self._closing.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        # With several processes the thread may wait for others, whose threads have not begun what this one has.
+        self._pool.shutdown(wait=multihost.count() == 1, cancel_futures=True)
 
     # Parameters
 
@@ -92,12 +95,27 @@ class Generation:
         if self._config.staleness:
             params = jax.tree.map(lambda x: x.copy(), params)
             jax.block_until_ready(params)  # the copy is made before the buffers are given away
-        self._params[version] = params
+        self._keep(params, version)
         for old in [v for v in self._params if v < version - self._config.staleness]:
             del self._params[old]
+            self._placed.pop(old, None)
         with self._swap:
             if self._open_to_swaps:
-                self._work.engine.set_params(params, version)
+                self._use(version)
+
+    def _keep(self, params: Params, version: int) -> None:
+        self._params[version] = params
+        if multihost.count() > 1:
+            # Here, in the thread that learns: the one that collects runs no program that needs other processes, or the
+            # order of such programs would differ between them.
+            self._placed[version] = self._work.engine.place(params)
+
+    def _use(self, version: int) -> None:
+        """Has the sampler draw with these parameters from now on."""
+        if version in self._placed:
+            self._work.engine.use(self._placed[version], version)
+        else:
+            self._work.engine.set_params(self._params[version], version)
 
     def version_of(self, step: int) -> int:
         """The version that collection `step` begins with."""
@@ -129,7 +147,7 @@ class Generation:
         in_flight = self._config.weight_sync == "in_flight"
         version = max(self._params) if in_flight else self.version_of(step)
         with self._swap:
-            self._work.engine.set_params(self._params[version], version)
+            self._use(version)
             self._open_to_swaps = in_flight
         try:
             stats, before = CollectStats(), self._work.engine.stats
@@ -149,7 +167,7 @@ class Generation:
         finally:
             with self._swap:
                 self._open_to_swaps = False
-        figures = _figures(trajectories, stats, self._work.engine.stats.since(before).figures())
+        figures = _figures(trajectories, stats, self._engine_figures(before))
         figures["resample_collections"] = float(rounds)
         if self._probe is not None:
             trajectories, figures["seconds/probe"] = self._probe(trajectories, self._work.environment("train"))
@@ -158,7 +176,7 @@ class Generation:
     def _validation(self, version: int) -> dict[str, float]:
         config = self._config
         with self._swap:
-            self._work.engine.set_params(self._params[version], version)
+            self._use(version)
         stats, before = CollectStats(), self._work.engine.stats
         trajectories = self._collect(
             VALIDATION,
@@ -169,7 +187,12 @@ class Generation:
             stats,
             Sampling.of(self._work.config.evaluation),
         )
-        return _figures(trajectories, stats, self._work.engine.stats.since(before).figures())
+        return _figures(trajectories, stats, self._engine_figures(before))
+
+    def _engine_figures(self, before: EngineStats) -> dict[str, float]:
+        """Of the engines of all processes since an earlier look."""
+        spent = multihost.gather("engine", vars(self._work.engine.stats.since(before)))
+        return EngineStats(**{name: sum(part[name] for part in spent) for name in spent[0]}).figures()
 
     def _collect(
         self,
@@ -182,20 +205,26 @@ class Generation:
         sampling: Sampling | None = None,
     ) -> list[Trajectory]:
         work = self._work
-        return collect(
-            work.engine,
-            work.chat,
-            work.environment(split),
-            list(tasks),
-            group=group,
-            config=work.config.rollout,
-            seed=schedule.collection_seed(work.config.seed, purpose, step),
-            step=step,
-            sampling=sampling,
-            stats=stats,
-            progress=self._tick,
-            hinted=round(self._config.hints * group) if split == "train" else 0,
-        )
+        environment = work.environment(split)
+
+        def part(spent: CollectStats, share: tuple[int, int]) -> list[Trajectory]:
+            return collect(
+                work.engine,
+                work.chat,
+                environment,
+                list(tasks),
+                group=group,
+                config=work.config.rollout,
+                seed=schedule.collection_seed(work.config.seed, purpose, step),
+                step=step,
+                sampling=sampling,
+                stats=spent,
+                progress=self._tick,
+                hinted=round(self._config.hints * group) if split == "train" else 0,
+                share=share,
+            )
+
+        return processes.shared(work.run, work.interrupt, "collect", part, stats)
 
     def _tick(self, *_: object) -> None:
         # A terminal's Ctrl-C also reaches the tool's worker processes and may spoil what is being collected: it is
@@ -216,11 +245,17 @@ class Generation:
         files: dict[str, Path] = {}
         items: dict[str, Params] = {}
         told: dict[str, Any] = {}
+        ready: dict[int, Collection] = {}
         for step, future in self._futures.items():
             collected = _result(future)
             # What ended together with a signal may be spoilt before the signal was noticed.
             late = self._work.interrupt.requested and collected and time.monotonic() - collected.ended < SPOILT_SECONDS
             if collected is not None and not late:
+                ready[step] = collected
+        everywhere = set.intersection(*map(set, multihost.gather("pending", list(ready))))
+        for step in self._futures:
+            if step in everywhere:
+                collected = ready[step]
                 name = f"pending-{step:06d}.parquet"
                 write_parquet(folder / name, collected.trajectories, step)
                 files[name] = folder / name
@@ -256,7 +291,7 @@ class Generation:
                 continue
             version = self.version_of(k)
             if version not in self._params and self._config.weight_sync == "between":
-                self._params[version] = read_item(f"version_{version}")
+                self._keep(read_item(f"version_{version}"), version)
             self.ask(k)
 
 

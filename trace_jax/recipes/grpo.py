@@ -25,7 +25,7 @@ from trace_jax.learner.credit import CRASHED, grpo_sequences
 from trace_jax.learner.groups import choose
 from trace_jax.learner.objectives import grpo_objective
 from trace_jax.learner.step import Learner, Params, TrainState
-from trace_jax.recipes import phases, plan
+from trace_jax.recipes import distributed, phases, plan
 from trace_jax.recipes.generation import VALIDATION, Collection, Generation
 from trace_jax.recipes.interrupt import Interrupted
 from trace_jax.recipes.phases import PhaseTimer
@@ -113,8 +113,9 @@ class _Loop:
             begun = time.perf_counter()
             profiler.step(step)
             collected = self._take(step)
-            with writing(path := work.run.trajectories(STAGE, step + 1)):
-                write_parquet(path, collected.trajectories, step + 1)
+            if distributed.leads():
+                with writing(path := work.run.trajectories(STAGE, step + 1)):
+                    write_parquet(path, collected.trajectories, step + 1)
             self.state, learned = update(
                 self.learner,
                 self.state,

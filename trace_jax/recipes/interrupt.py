@@ -18,6 +18,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+
+from trace_jax.recipes import distributed
+from trace_jax.recipes.distributed import several
 
 
 class Interrupted(Exception):
@@ -48,6 +53,7 @@ class Interrupt:
         self.signal: int | None = None
         self._agreed: int | None = None
         self._previous: dict[int, object] = {}
+        self._own = threading.local()
 
     def __enter__(self) -> Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -64,6 +70,7 @@ class Interrupt:
     def _receive(self, number: int, frame) -> None:
         if self.signal is None:
             self.signal = number
+            distributed.hear(number)
             os.write(2, b"\nstopping after this step; once more aborts at once\n")
             return
         # Checkpoints are written beside and renamed, so ending here loses at most the steps since the last one.
@@ -80,13 +87,23 @@ class Interrupt:
 
         One process: `requested`. Several: true in all of them when a signal has reached any, and they exit alike.
         """
-        if _several():
+        if several():
             from trace_jax.learner import multihost
 
             if self._previous:  # jax.distributed.initialize has put a handler of its own in the place of this one
                 signal.signal(signal.SIGTERM, self._receive)
             self._agreed = max(multihost.gather("interrupt", self.signal or 0)) or None
         return self.requested
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, this thread of one of several processes stops when it, or some other, hears a signal, without having
+        agreed when: for work after which they tell each other."""
+        self._own.alone = True
+        try:
+            yield
+        finally:
+            self._own.alone = False
 
     @property
     def requested(self) -> bool:
@@ -99,16 +116,9 @@ class Interrupt:
             raise Interrupted(128 + number)
 
     def _stop(self) -> int | None:
-        return self._agreed if _several() else self.signal
-
-
-def _several() -> bool:
-    """Whether this is one of several processes. Loads nothing: a command that has no JAX yet is alone."""
-    if "jax" not in sys.modules:
-        return False
-    from trace_jax.learner import multihost
-
-    return multihost.count() > 1
+        if not several():
+            return self.signal
+        return (self.signal or distributed.announced()) if getattr(self._own, "alone", False) else self._agreed
 
 
 def ignore_in_worker() -> None:

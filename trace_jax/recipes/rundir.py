@@ -10,6 +10,7 @@ tokenizer.model    sentencepiece model (an imported policy: tokenizer.json and i
 checkpoints/       sft/, grpo/: the newest `keep_checkpoints` of each; base/: a policy that was not trained here
 trajectories/      grpo-000010.parquet, ...
 evaluation/        one file per evaluated subject
+logs/              what each of several processes said
 export/            Hugging Face layout
 report.html
 """
@@ -177,7 +178,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, config: RunConfig, *, lock: bool = True):
         self.path, self.config = Path(path), config
-        self._metrics = self._lock = None
+        self._lock = None
         self._trackers: list[Tracker] | None = None  # None: TensorBoard's writer is made with the first record
         self._start = time.monotonic()
         if not lock:
@@ -299,10 +300,6 @@ class RunDirectory:
         return self
 
     def __exit__(self, *exc) -> None:
-        if self._metrics is not None:
-            # Nothing is lost: every record was already written and synced by `log`.
-            with contextlib.suppress(OSError):
-                self._metrics.close()
         for tracker in self._trackers or ():
             tracker.close(failed=bool(exc and exc[0]))
         if self._lock is not None:
@@ -338,11 +335,8 @@ class RunDirectory:
         record = {"stage": stage, "step": step, "seconds": round(time.monotonic() - self._start, 3)}
         record |= {k: _jsonable(v) for k, v in metrics.items()}
         path = self.path / "metrics.jsonl"
-        with writing(path):
-            if self._metrics is None:
-                self._metrics = open(path, "a", encoding="utf-8")  # noqa: SIM115
-            self._metrics.write(json.dumps(record) + "\n")
-            self._metrics.flush()
+        with writing(path), open(path, "a", encoding="utf-8") as file:  # closed each time: a bucket gets what is closed
+            file.write(json.dumps(record) + "\n")
         numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
         for tracker in self._writers():
             tracker.add(stage, step, numbers)
@@ -365,10 +359,6 @@ class RunDirectory:
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return
-        if self._metrics is not None:
-            with contextlib.suppress(OSError):
-                self._metrics.close()
-            self._metrics = None
         content = path.read_bytes()
         lines = content.splitlines(keepends=True)
         kept: list[str] = []

@@ -13,12 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.learner import credit, objectives, packing
+from trace_jax.learner import credit, multihost, objectives, packing
 from trace_jax.learner.roles import role_meshes
-from trace_jax.recipes import adoption, assess, export, grpo, sft, teacher, tracking, turn_probe
+from trace_jax.recipes import (
+    adoption,
+    assess,
+    distributed,
+    export,
+    grpo,
+    processes,
+    sft,
+    teacher,
+    tracking,
+    turn_probe,
+)
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
-from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.report import html
@@ -56,14 +66,18 @@ def command(
         raise ConfigError("--init starts a new run and --resume continues one: leave one of them out")
     check(config)
     tracking.require(track)
-    if resume or (name == "grpo" and source is None):
-        run = RunDirectory.open(run_dir, config)
-    elif source is None:
-        run = RunDirectory.create(run_dir, config)
-    else:
-        run = RunDirectory.create(run_dir, config, partial(adoption.adopt, source, stage=name))
+
+    def open_it(path: Path | None) -> RunDirectory:
+        if resume or (name == "grpo" and source is None):
+            return RunDirectory.open(path, config)
+        if source is None:
+            return RunDirectory.create(path, config)
+        return RunDirectory.create(path, config, partial(adoption.adopt, source, stage=name))
+
+    run = processes.open_run(run_dir, config, open_it, new=not resume)
+    profile = profile if distributed.leads() else 0  # one trace says what there is to say
     with run, Interrupt() as interrupt:
-        work = Workspace(run, Progress(), interrupt)
+        work = Workspace(run, processes.progress(run), interrupt)
         if prepare is not None:
             prepare(work)
         work.progress.note(f"run directory: {run.path}")
@@ -72,7 +86,8 @@ def command(
             if name == "train":
                 return _train(work, profile)
             metrics = _sft(work, profile) if name == "sft" else grpo.train(work, profile)
-            print(f"{name} finished: {run.path}")
+            if distributed.leads():
+                print(f"{name} finished: {run.path}")
             return {"stage": name, "run_dir": str(run.path), **metrics}
         except Interrupted as stop:
             again = shlex.join(["trace-jax", name, "--run-dir", str(run.path), "--resume"])
@@ -85,6 +100,7 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: contradicting GRPO fields, a mesh that does not fit the devices, rows that do not split over it.
     """
+    processes.check(config)
     objectives.validate(config.grpo)
     credit.validate(config.grpo, config.rollout.context)
     turn_probe.check(config)
@@ -115,13 +131,18 @@ def check_new(name: str, run_dir: Path | None, config: RunConfig, source: Path) 
 
 
 def _sft(work: Workspace, profile: int = 0) -> dict[str, float]:
-    if work.is_finished("sft"):  # whatever became of the teacher's files
+    if _finished(work, "sft"):  # whatever became of the teacher's files
         return {}
-    lessons = teacher.build(work.run, work.progress, work.interrupt)
+    interrupt = work.interrupt
+    lessons = processes.in_turn(interrupt, "teacher", lambda: teacher.build(work.run, work.progress, interrupt))
     work.interrupt.check()
-    work.train_tokenizer(lessons)
+    processes.in_turn(interrupt, "tokenizer", lambda: work.train_tokenizer(lessons))
     work.interrupt.check()
     return sft.train(work, lessons, profile)
+
+
+def _finished(work: Workspace, stage: str) -> bool:
+    return multihost.first(f"finished-{stage}", lambda: work.is_finished(stage))
 
 
 def _train(work: Workspace, profile: int = 0) -> dict[str, Any]:
@@ -129,11 +150,25 @@ def _train(work: Workspace, profile: int = 0) -> dict[str, Any]:
     for agent in ("untrained", *domain_of(work.config).agents, "sft"):
         final = assess.evaluate(work, agent)
     if work.config.grpo.steps:
-        if not work.is_finished("grpo"):
+        if not _finished(work, "grpo"):
             grpo.train(work, profile)
         final = assess.evaluate(work, "grpo")
+    if multihost.count() > 1:
+        return _conclude(work, final)
     assess.show(work.run.path)
     path = export.write(work, work.latest_stage(), work.run.path / "export")
     page = html.write(work.run.path)
     print(f"policy: {path}\nreport: {page}")
+    return final
+
+
+def _conclude(work: Workspace, final: dict[str, Any]) -> dict[str, Any]:
+    """The end of several processes, none of which has the whole policy: all but the export."""
+
+    def conclude() -> None:
+        assess.show(work.run.path)
+        again = shlex.join(["trace-jax", "export", "--run-dir", str(work.run.path)])
+        print(f"report: {html.write(work.run.path)}\npolicy: write it with `{again}`, in one process")
+
+    processes.lead(work.interrupt, "conclude", conclude)
     return final

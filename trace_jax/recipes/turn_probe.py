@@ -16,6 +16,7 @@ from trace_jax.learner.probe import Probe, Question, transformer_scores
 from trace_jax.learner.step import Params
 from trace_jax.policy import chat_files, lora
 from trace_jax.policy.transformer import logical_axes
+from trace_jax.recipes import processes
 from trace_jax.recipes.adoption import copy_policy
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
@@ -95,8 +96,12 @@ def reference(work: Workspace, start: Params) -> Params:
     source = work.config.grpo.turn_credit.reference
     if not source:
         return start
-    if work.store(STAGE).latest() is None:
-        _adopt(Path(source), work)
+
+    def adopt() -> None:
+        if work.store(STAGE).latest() is None:
+            _adopt(Path(source), work)
+
+    processes.lead(work.interrupt, "reference", adopt)
     return work.trained_params(STAGE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,9 +11,9 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trace_jax.config import ConfigError, RunConfig
+from trace_jax.config import ConfigError, MeshConfig, RunConfig
 from trace_jax.environments.base import Environment
-from trace_jax.learner import sharding
+from trace_jax.learner import multihost, sharding
 from trace_jax.learner.checkpoint import CheckpointStore
 from trace_jax.learner.objectives import Objective
 from trace_jax.learner.roles import role_meshes
@@ -21,7 +22,7 @@ from trace_jax.policy import chat_files, lora
 from trace_jax.policy.chat import CONTROL, Chat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.policy.transformer import Transformer, logical_axes
-from trace_jax.recipes import schedule
+from trace_jax.recipes import processes, schedule
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
@@ -31,6 +32,16 @@ from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.sampling import Sampling, check_training
 
 TOKENIZER = chat_files.SENTENCEPIECE
+
+
+def on_this_machine(config: RunConfig) -> RunConfig:
+    """The configuration of a run to look at: with all devices there are, where its mesh, perhaps a pod's, does not fit
+    them. For commands whose results do not depend on it."""
+    try:
+        role_meshes(config.mesh)
+    except ConfigError:
+        return config.replace(mesh=MeshConfig())
+    return config
 
 
 @dataclass
@@ -150,7 +161,9 @@ class Workspace:
 
     @cached_property
     def _meshes(self) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-        return role_meshes(self.config.mesh)
+        meshes = role_meshes(self.config.mesh)
+        processes.introduce(meshes[0])
+        return meshes
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -257,12 +270,19 @@ class Workspace:
         """The tasks of a split; what is expensive to make is kept under `data/` of the run directory."""
         if split not in self._environments:
             make = domain_of(self.config).split
-            self._environments[split] = make(self.config, split, self.run.folder("data"), self.interrupt.check)
+            self._environments[split] = processes.in_turn(
+                self.interrupt,
+                f"environment-{split}",
+                lambda: make(self.config, split, self.run.folder("data"), self.interrupt.check),
+            )
         return self._environments[split]
 
     @cached_property
     def engine(self) -> Engine:
-        """The sampling engine on its devices; give it parameters with `set_params`."""
+        """The sampling engine on its devices; give it parameters with `set_params`. With several processes each has
+        its share of the slots."""
+        rollout = self.config.rollout
+        rollout = dataclasses.replace(rollout, slots=-(-rollout.slots // multihost.count()))
         axes, like = logical_axes(self.model), nnx.state(self.model, nnx.Param)
 
         def frozen_specs(mesh):
@@ -270,7 +290,7 @@ class Workspace:
 
         return Engine(
             self.model,
-            self.config.rollout,
+            rollout,
             self.chat.stop_id,
             mesh=self.sampling_mesh,
             specs=lambda mesh: sharding.shardings(self.initial_params, self.axes, mesh),

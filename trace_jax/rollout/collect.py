@@ -51,6 +51,7 @@ def collect(
     progress: Callable[[int, int], None] | None = None,
     hinted: int = 0,
     adapters: Sequence[int] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> list[Trajectory]:
     """Samples `group` trajectories of each task.
 
@@ -70,6 +71,8 @@ def collect(
       hinted: members of each group that read the task's hint (`Task.hint`). It is taken out of their trajectories,
         whose log-probabilities are withheld as NaN.
       adapters: which of those that the generator holds samples each task, -1: none; by default the first.
+      share: (which, of how many): only these of the rows, an even part of all in their order. The parts put together
+        are what one call without it returns.
       progress: called with (trajectories ended, trajectories in all) when one has ended and at least every second. What
         it raises ends the collection.
 
@@ -94,6 +97,10 @@ def collect(
         hinted=hinted,
         adapters=adapters,
     )
+    part, parts = share
+    rows = rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
+    for number, row in enumerate(rows):
+        row.number = number
     sampling = sampling or Sampling.of(config)
     pool = WorkerPool({"tool": workers or config.tool_workers, "open": 1, "grade": 1})
     result = _Collection(generator, chat, environment, config, sampling, pool, stats, rows).run(progress)

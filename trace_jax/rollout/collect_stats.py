@@ -62,10 +62,27 @@ class CollectStats:
             self.timeouts += status == "timeout"
             self.failures += status == "tool_failure"
 
+    def add(self, other: CollectStats) -> None:
+        """Books what another collection, after this one, spent."""
+        for name, value in vars(other).items():
+            if name == "stuck":
+                self.stuck = value
+            else:
+                mine = getattr(self, name)
+                setattr(self, name, max(mine, value) if name.endswith("_most") else mine + value)
+
     def close(self, seconds: float) -> None:
         """Books a whole collection."""
         self.total += seconds
         self.stuck = stuck_threads()
+
+
+def side_by_side(parts: Sequence[CollectStats]) -> CollectStats:
+    """Of parts of one collection that ran at the same time: of wall-clock seconds the longest, of the rest the sum."""
+    most = ("sampling", "tools", "tools_alone", "total", "waited_most", "ran_most")
+    return CollectStats(
+        **{name: (max if name in most else sum)(getattr(p, name) for p in parts) for name in vars(parts[0])}
+    )
 
 
 def metrics(trajectories: Sequence[Trajectory], stats: CollectStats | None = None) -> dict[str, float]:

@@ -165,10 +165,18 @@ class Engine:
           copy: for a learner that gives the arrays' memory away (donates them) while sampling goes on. Without it the
             arrays must stay alive until other parameters are set.
         """
+        self.use(self.place(params, copy=copy), version)
+
+    def place(self, params: nnx.State, *, copy: bool = False) -> list[Any]:
+        """The parameters on the devices of every lane, for `use`. Processes that share a mesh all call this, in one
+        order with whatever else runs on the whole mesh; `use` concerns nobody else."""
+        return self._weights.place(params, [lane.place for lane in self._lanes], copy)
+
+    def use(self, placed: list[Any], version: int) -> None:
+        """`set_params` with parameters that `place` has brought to the lanes."""
         self.version = version
         self._swaps += 1
-        places = [lane.place for lane in self._lanes]
-        for i, (lane, mine) in enumerate(zip(self._lanes, self._weights.place(params, places, copy), strict=True)):
+        for i, (lane, mine) in enumerate(zip(self._lanes, placed, strict=True)):
             lane.weights = (mine if self._frozen is None else (mine, self._frozen[i]), version)
 
     @property
