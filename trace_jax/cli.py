@@ -46,6 +46,7 @@ _STOPPABLE = (
     "inspect",
     "play",
     "certify",
+    "compile",
 )
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -161,6 +162,12 @@ def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     return result
 
 
+def _compile(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax.recipes.ahead import command
+
+    return command.command(config, args.topology, rollout=args.rollout, out=args.out)
+
+
 def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax.recipes import planted, reproduce
 
@@ -203,6 +210,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "import": _import,
     "export": _export,
     "bench": _bench,
+    "compile": _compile,
     "reproduce": _reproduce,
     "report": _report,
 }
@@ -232,7 +240,7 @@ def _run(argv: Sequence[str]) -> int:
     result = _dry_run(args, config) if getattr(args, "dry_run", False) else COMMANDS[args.command](args, config)
     if args.json:
         print(json.dumps(result), flush=True)
-    return 0
+    return int(args.command == "compile" and not result["fits"])
 
 
 def _dry_run(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
@@ -284,7 +292,7 @@ def _config(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> RunCo
 
 def _run_of(args: argparse.Namespace) -> Path | None:
     """The run whose configuration a command starts from, None for commands that begin with none."""
-    if args.command in ("simulate", "inspect", "certify", "bench"):
+    if args.command in ("simulate", "inspect", "certify", "bench", "compile"):
         return None
     if args.command == "play":
         return args.run_dir
