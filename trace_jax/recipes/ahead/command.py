@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trace_jax.config import RunConfig
+from trace_jax.policy import kernels
 from trace_jax.recipes.ahead import render, report, suggest
 from trace_jax.recipes.ahead.analysis import Compiled, analyse
 from trace_jax.recipes.ahead.programs import Job
@@ -46,7 +48,9 @@ def command(config: RunConfig, topology: str, rollout: bool = False, out: Path |
                 progress.note(f"compiling {program.name}{layers} for {topology}; minutes, and longer on few cores")
                 begun = time.perf_counter()
                 mesh = job.mesh if program.role == "learner" else job.sampling_mesh
-                said = analyse(program.lower(), dict(mesh.shape), topology)
+                with kernels.standing_in(partial(kernels.flash, interpret=True) if devices.estimate else None):
+                    lowered = program.lower()
+                said = analyse(lowered, dict(mesh.shape), topology)
                 found[program.name, program.layers] = said
                 bar.update(done + 1, seconds=time.perf_counter() - begun, gigabytes=said.beside_arguments / 1e9)
         result = report.summarise(job, programs, found)

@@ -99,7 +99,8 @@ def markdown(r: dict[str, Any]) -> str:
         else "Programs compiled ahead of time by XLA for this topology; times are bounds from published figures."
     )
     programs = [
-        f"| {n} | {p['runs']:g} | {p['beside_arguments'] / GB:.2f} | {p['roofline_s']:.3g} | {p['compile_seconds']:.0f} |"
+        f"| {n} | {p['runs']:g} | {p['beside_arguments'] / GB:.2f} | {p['roofline_s']:.3g} "
+        f"| {p['compile_seconds']:.0f} |"
         for n, p in r["programs"].items()
     ]
     return "\n".join(
@@ -119,8 +120,8 @@ def markdown(r: dict[str, Any]) -> str:
             "|---|---|---|---|---|",
             *programs,
             "",
-            f"Weights are gathered layer by layer: a layer has {gathers['layer_bytes'] / GB:.3g} GB in the compute type, "
-            f"the largest gather inside the layers' loop {gathers['largest_in_layers'] / GB:.3g} GB, outside of it "
+            f"Weights are gathered layer by layer: a layer has {gathers['layer_bytes'] / GB:.3g} GB in the compute "
+            f"type, the largest gather inside the layers' loop {gathers['largest_in_layers'] / GB:.3g} GB, outside of it "
             f"{gathers['largest_outside'] / GB:.3g} GB (the embedding or the head has "
             f"{gathers['embedding_bytes'] / GB:.3g} GB)."
             + (" **A gather is larger than that.**" if gathers["parameter_sized_outside"] else ""),

@@ -43,10 +43,8 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
     kinds = {name: held.get(name, 0) for name in (*memory.LEARNER, *memory.SAMPLER)}
     learner = sum(kinds[n] for n in memory.LEARNER) + temporaries["learner"]
     sampler = sum(kinds[n] for n in memory.SAMPLER) + temporaries["sampler"]
-    if apart:
-        total = max(learner, sampler)
-    else:  # programs of one chip run one after the other
-        total = learner + sampler - min(temporaries.values())
+    # programs of one chip run one after the other
+    total = max(learner, sampler) if apart else learner + sampler - min(temporaries.values())
     steps = [f for f in figures.values() if f["role"] == "learner"]
     seconds = sum(f["runs"] * f["roofline_s"] for f in steps)
     flops = sum(f["runs"] * f["model_flops"] for f in steps)

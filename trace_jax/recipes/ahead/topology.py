@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -91,10 +92,8 @@ def _virtual(name: str, chip: Chip, count: int) -> Topology:
         raise ConfigError(f"--topology {name}: give 1 to 4096 GPUs, such as {chip.name}x8")
     if count > chip.per_host and count % chip.per_host:
         raise ConfigError(f"--topology {name}: nodes have {chip.per_host} GPUs, give a multiple of it")
-    try:
+    with contextlib.suppress(RuntimeError):  # the backend runs already, perhaps with enough of them
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # the backend runs already, perhaps with enough of them
-        pass
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise ConfigError(f"--topology {name} needs a process of its own: run trace-jax compile by itself")
