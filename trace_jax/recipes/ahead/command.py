@@ -40,6 +40,9 @@ def command(config: RunConfig, topology: str, rollout: bool = False, out: Path |
         if rollout:
             job.place(job.model)  # refuses a lane that cannot be
             programs += job.sampling()
+        if report.too_large(job):
+            progress.note("nothing is compiled: what stays in a chip's memory is too much already")
+            programs = []
         found: dict[tuple[str, int], Compiled] = {}
         with progress.bar("compile", len(programs)) as bar:
             for done, program in enumerate(programs):

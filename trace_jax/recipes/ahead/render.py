@@ -59,17 +59,26 @@ def text(r: dict[str, Any]) -> str:
         "memory of a chip",
         *(f"  {_NAMES[k]:26s}{r['memory'][k] / GB:8.2f} GB" for k in _NAMES if r["memory"][k]),
         f"model FLOPs     {r['flops']:.3g} a step",
+        *_times(r),
+        verdict(r),
+    ]
+    if hint := suggestion(r):
+        lines.append(hint)
+    return "\n".join(lines)
+
+
+def _times(r: dict[str, Any]) -> list[str]:
+    if not r["programs"]:
+        return []
+    chip = r["chip"]
+    return [
         "a step at its bounds (seconds of one run; x runs)",
         *(_program(name, p) for name, p in r["programs"].items() if p["runs"]),
         "collectives of a step (GB that a chip receives)",
         *_axes(r),
         f"step            {r['roofline_step_s']:.2f} s at least, MFU at most {r['mfu_bound']:.1%} of "
         f"{chip['flops'] / 1e12:.0f} TFLOP/s ({chip['source']})",
-        verdict(r),
     ]
-    if hint := suggestion(r):
-        lines.append(hint)
-    return "\n".join(lines)
 
 
 def _mesh(shape: dict[str, int]) -> str:
@@ -92,7 +101,6 @@ def _axes(r: dict[str, Any]) -> list[str]:
 
 def markdown(r: dict[str, Any]) -> str:
     """The report as a short page."""
-    gathers = r["gathers"]
     how = (
         "An estimate: programs compiled by XLA for virtual CPU devices, times from published figures."
         if r["estimate"]
@@ -110,7 +118,7 @@ def markdown(r: dict[str, Any]) -> str:
             f"{how} Written by `trace-jax compile --config configs/{r['config']}.yaml --topology {r['topology']}`; "
             f"`{r['config']}.json` beside it has all figures. Nothing here was run on such a chip.",
             "",
-            f"**{verdict(r)}.** Step at least {r['roofline_step_s']:.1f} s, MFU at most {r['mfu_bound']:.1%}.",
+            f"**{verdict(r)}.**",
             "",
             "```",
             text(r),
@@ -120,14 +128,22 @@ def markdown(r: dict[str, Any]) -> str:
             "|---|---|---|---|---|",
             *programs,
             "",
-            f"Weights are gathered layer by layer: a layer has {gathers['layer_bytes'] / GB:.3g} GB in the compute "
-            f"type, the largest gather inside the layers' loop {gathers['largest_in_layers'] / GB:.3g} GB, outside of it "
-            f"{gathers['largest_outside'] / GB:.3g} GB (the embedding or the head has "
-            f"{gathers['embedding_bytes'] / GB:.3g} GB)."
-            + (" **A gather is larger than that.**" if gathers["parameter_sized_outside"] else ""),
-            "",
+            *_gathered(r),
         ]
     )
+
+
+def _gathered(r: dict[str, Any]) -> list[str]:
+    g = r["gathers"]
+    if g is None:
+        return []
+    warning = " **A gather is larger than that.**" if g["parameter_sized_outside"] else ""
+    return [
+        f"Weights are gathered layer by layer: a layer has {g['layer_bytes'] / GB:.3g} GB in the compute type, the "
+        f"largest gather inside the layers' loop {g['largest_in_layers'] / GB:.3g} GB, outside of it "
+        f"{g['largest_outside'] / GB:.3g} GB (the embedding or the head has {g['embedding_bytes'] / GB:.3g} GB).{warning}",
+        "",
+    ]
 
 
 def write(r: dict[str, Any], folder: Path) -> None:

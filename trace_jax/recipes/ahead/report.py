@@ -20,10 +20,19 @@ HEADROOM = 0.05  # share of the memory that stays free: the runtime's own, and w
 SHOWN = 5  # collectives
 
 
+def too_large(job: Job) -> bool:
+    """Whether what stays in memory is more than a chip has, whatever the programs need."""
+    held, _ = memory.resident(job)
+    learner, sampler = (sum(held.get(n, 0) for n in names) for names in (memory.LEARNER, memory.SAMPLER))
+    whole = learner + sampler if job.sampling_mesh is job.mesh else max(learner, sampler)
+    return whole > job.topology.chip.hbm_bytes
+
+
 def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str, int], Compiled]) -> dict[str, Any]:
     """The report of a run on a topology.
 
     Args:
+        programs: those that were compiled, none of a run that is `too_large`.
         compiled: by name and layers.
 
     Returns:
@@ -47,18 +56,18 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
     total = max(learner, sampler) if apart else learner + sampler - min(temporaries.values())
     steps = [f for f in figures.values() if f["role"] == "learner"]
     seconds = sum(f["runs"] * f["roofline_s"] for f in steps)
-    flops = sum(f["runs"] * f["model_flops"] for f in steps)
+    flops = _step_flops(job)
     mfu = flops / (seconds * chip.flops * job.mesh.size) if seconds else 0.0
     known = all(f["refused"] is None for f in figures.values())
     room = 1 - total / chip.hbm_bytes
-    gathers = _gathers(job, compiled, programs)
+    gathers = _gathers(job, compiled, programs) if programs else None
     return {
         "fits": bool(known and room >= HEADROOM and no_sampler is None),
         "hbm_bytes_per_chip": int(total),
         "flops": flops,
-        "collective_bytes": sum(f["runs"] * f["collective_bytes"] for f in steps),
-        "roofline_step_s": seconds,
-        "mfu_bound": mfu,
+        "collective_bytes": sum(f["runs"] * f["collective_bytes"] for f in steps) if programs else None,
+        "roofline_step_s": seconds if programs else None,
+        "mfu_bound": mfu if programs else None,
         "estimate": job.topology.estimate,
         "config": config.name,
         "topology": job.topology.name,
@@ -128,6 +137,13 @@ def _program(job: Job, program: Program, compiled: Mapping[tuple[str, int], Comp
         "refused": said.refused,
         "compile_seconds": said.seconds,
     }
+
+
+def _step_flops(job: Job) -> float:
+    """Of the model in one step on trajectories that fill their context."""
+    shape, policy, context = job.config.grpo.microbatch, job.config.policy, job.config.rollout.context
+    tokens = job.micro_batches * shape.rows * shape.row_length * job.config.grpo.iterations
+    return work.training(policy, job.vocab_size, tokens, context, dict(job.mesh.shape)).model
 
 
 def _work(job: Job, program: Program) -> work.Work:
