@@ -58,13 +58,14 @@ class Compiled:
         return self.temporaries + max(self.outputs - self.aliased, 0) + self.code
 
 
-def analyse(lowered: Any, mesh: Mapping[str, int], target: str) -> Compiled:
+def analyse(lowered: Any, mesh: Mapping[str, int], target: str, run: bool = True) -> Compiled:
     """Compiles a program, or recalls what was said of it.
 
     Args:
         lowered: `jax.stages.Lowered`.
         mesh: sizes by axis of the devices it runs on.
         target: names the devices.
+        run: False where the compiler need not make fast code, only plan it.
 
     Raises:
         jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
@@ -75,7 +76,7 @@ def analyse(lowered: Any, mesh: Mapping[str, int], target: str) -> Compiled:
             return _read(kept)
     begun = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(None if run else {"xla_backend_optimization_level": 0})
     except Exception as error:
         found = _REFUSED.search(str(error))
         if found is None:

@@ -53,7 +53,7 @@ def command(config: RunConfig, topology: str, rollout: bool = False, out: Path |
                 mesh = job.mesh if program.role == "learner" else job.sampling_mesh
                 with kernels.standing_in(partial(kernels.flash, interpret=True) if devices.estimate else None):
                     lowered = program.lower()
-                said = analyse(lowered, dict(mesh.shape), topology)
+                said = analyse(lowered, dict(mesh.shape), topology, run=not devices.estimate)
                 found[program.name, program.layers] = said
                 bar.update(done + 1, seconds=time.perf_counter() - begun, gigabytes=said.beside_arguments / 1e9)
         result = report.summarise(job, programs, found)

@@ -48,7 +48,6 @@ def suggestion(r: dict[str, Any]) -> str | None:
 
 def text(r: dict[str, Any]) -> str:
     """The report for a terminal."""
-    chip = r["chip"]
     label = "  (estimate: the CPU's compiler and published figures)" if r["estimate"] else ""
     lines = [
         f"{r['config']} on {r['topology']}{label}",
@@ -141,7 +140,8 @@ def _gathered(r: dict[str, Any]) -> list[str]:
     return [
         f"Weights are gathered layer by layer: a layer has {g['layer_bytes'] / GB:.3g} GB in the compute type, the "
         f"largest gather inside the layers' loop {g['largest_in_layers'] / GB:.3g} GB, outside of it "
-        f"{g['largest_outside'] / GB:.3g} GB (the embedding or the head has {g['embedding_bytes'] / GB:.3g} GB).{warning}",
+        f"{g['largest_outside'] / GB:.3g} GB (the embedding or the head has {g['embedding_bytes'] / GB:.3g} GB)."
+        f"{warning}",
         "",
     ]
 
