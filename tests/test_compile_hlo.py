@@ -21,12 +21,16 @@ def text():
 
 def test_every_collective_has_its_axes_and_runs(text):
     found = {(c.kind, c.axes): c for c in hlo.collectives(text, MESH)}
-    assert set(found) == {
-        ("all-gather", "fsdp"),
-        ("all-reduce", "tensor"),
-        ("collective-permute", "fsdp"),
-        ("reduce-scatter", "fsdp"),
-    } and len(hlo.collectives(text, MESH)) == 5  # two sums over tensor
+    assert (
+        set(found)
+        == {
+            ("all-gather", "fsdp"),
+            ("all-reduce", "tensor"),
+            ("collective-permute", "fsdp"),
+            ("reduce-scatter", "fsdp"),
+        }
+        and len(hlo.collectives(text, MESH)) == 5
+    )  # two sums over tensor
     gather = found["all-gather", "fsdp"]
     assert (gather.ways, gather.bytes, gather.runs) == (4, WEIGHT, 28)  # once, though two fusions name it
     assert gather.moved == WEIGHT * 3 / 4 and gather.known and gather.in_loop and gather.origin.endswith("weight")
