@@ -112,6 +112,21 @@ def test_a_policy_that_cannot_fit_is_refused_with_its_numbers_and_nothing_is_com
     assert found["suggestion"] is None and "take more of them" in text[-1]
 
 
+def test_what_does_not_fit_is_told_the_nearest_that_does():
+    """A cache of 65,536 slots of 1,024 positions: four layers of two times two heads of 32, float32."""
+    words = ["--rollout.slots", "65536", "--policy.vocab_size", "512", "--rollout.context", "1024"]
+    words += ["--policy.max_length", "1024", "--grpo.microbatch.row_length", "1024"]
+    words += ["--sft.microbatch.row_length", "1024"]
+    done = run("--topology", "h100x1", "--json", *words)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    slot = 4 * 2 * 2 * 32 * 1024 * 4
+    assert found["memory"]["kv_cache"] == 65536 * slot
+    assert found["suggestion"]["fields"] == {"rollout.slots": 32768}
+    assert found["suggestion"]["hbm_bytes_per_chip"] == pytest.approx(32768 * slot, rel=0.01)
+    assert "--rollout.slots 32768" in done.stdout.splitlines()[-2]
+
+
 @pytest.mark.slow
 def test_a_run_that_fits_on_virtual_gpus(tmp_path):
     """The report's numbers against those of the shapes; a minute of compiling."""

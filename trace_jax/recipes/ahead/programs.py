@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trace_jax.config import ConfigError, RunConfig
+from trace_jax.config import ConfigError, PolicyConfig, RunConfig
 from trace_jax.learner import packing, probe, sharding
 from trace_jax.learner.objectives import grpo_objective
 from trace_jax.learner.roles import role_meshes
@@ -88,7 +88,7 @@ class Job:
         return self._model(self.config)
 
     def _model(self, config: RunConfig) -> Transformer:
-        return nnx.eval_shape(lambda: Transformer(config.policy, self.vocab_size, rngs=nnx.Rngs(0)))
+        return _shapes_of(config.policy, self.vocab_size)
 
     def base(self, mesh: Mesh, model: Transformer | None = None) -> Any:
         """Shapes of all parameters of a policy, on a mesh."""
@@ -261,6 +261,11 @@ class Job:
             Program("prefill", "sampler", prefill, 0, kinds, depth),
             Program("decode", "sampler", decode, 0, kinds, depth),
         ]
+
+
+@lru_cache(maxsize=8)
+def _shapes_of(policy: PolicyConfig, vocab_size: int) -> Transformer:
+    return nnx.eval_shape(lambda: Transformer(policy, vocab_size, rngs=nnx.Rngs(0)))
 
 
 LEARNING = ("parameters", "base", "gradients", "batch")

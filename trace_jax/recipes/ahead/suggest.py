@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from trace_jax.config import ConfigError, PolicyConfig, RunConfig
@@ -28,6 +29,8 @@ def nearest(config: RunConfig, topology: Topology, report: dict[str, Any]) -> di
         `fields` to set, and the `hbm_bytes_per_chip` that is expected; None where no such change is enough.
     """
     before = Job(config, topology)
+    if _least(before) > (1 - HEADROOM) * topology.chip.hbm_bytes:
+        return None
     known = {k: report["memory"][f"{k}_temporaries"] for k in ("learner", "sampler")}
     seen, level = {_key(config)}, [(config, {})]
     for _ in range(MOST_CHANGES):
@@ -57,6 +60,15 @@ def nearest(config: RunConfig, topology: Topology, report: dict[str, Any]) -> di
             return {"fields": fields, "hbm_bytes_per_chip": int(total)}
         level = [entry for _, entry in sorted(following, key=lambda f: f[0])[:12]]
     return None
+
+
+def _least(job: Job) -> float:
+    """Bytes of a learner's chip when everything that it keeps is split over all of them."""
+    held, _ = memory.resident(job)
+    like, _ = job.trained(job.config, job.model)
+    whole = sum(a.dtype.itemsize * a.size for a in jax.tree.leaves(like))
+    kept = sum(held[n] for n in ("parameters", "moments", "gradients", "versions", "reference"))
+    return kept / held["parameters"] * whole / job.mesh.size
 
 
 def _key(config: RunConfig) -> tuple:
