@@ -57,8 +57,9 @@ def trajectories(measured: dict[str, Any], assumed: Assumed, count: int, rng: np
 
     def draw(name: str, size: int) -> np.ndarray:
         table = measured[name]
-        at = np.interp(rng.uniform(1, 100, size), measured["percentiles"], table["at"])
-        return at / table["mean"]
+        places, values = measured["percentiles"], table["at"]
+        mean = np.interp(np.linspace(1, 100, 10_000), places, values).mean()  # of the curve through the percentiles
+        return np.interp(rng.uniform(1, 100, size), places, values) / mean
 
     turns = np.maximum(np.rint(draw("turns_of_a_trajectory", count) * assumed.turns), 1).astype(int)
     each = assumed.sampled / assumed.turns
