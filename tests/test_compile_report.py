@@ -160,3 +160,16 @@ def test_a_small_run_for_a_tpu_slice(tmp_path):
     gathers = [c for c in found["collectives"]["accumulate"] if c["kind"] == "all-gather" and c["in_loop"]]
     assert gathers and all(c["runs"] % 9 == 0 and c["axes"] == "fsdp" for c in gathers)
     assert not found["gathers"]["parameter_sized_outside"]
+
+
+def test_the_delta_rule_is_computed_in_float32():
+    """One delta layer of one head, 4 x 4 states: 6 * 16 + 4 * 64 * 4 FLOPs a token forward, six times in bfloat16."""
+    mixed = dataclasses.replace(
+        DENSE, mixers=("delta", "attention"), delta_key_heads=1, delta_value_heads=1, delta_key_dim=4, delta_value_dim=4
+    )
+    found = work.training(mixed, 10, tokens=32, context=16, mesh=ONE)
+    projections = 8 * (2 * 4 + 3 * 4 + 2) + 4 * (2 * 4 + 4)  # queries, keys; values, gate, output; two scalars; taps
+    layers = 2 * (LINEAR + MLP) + 2 * (projections + MLP)
+    rule = 6 * (6 * 16 + 4 * 64 * 4)
+    assert found.executed == 32 * (3 * (layers + rule) + 9 / 2 * 2 * SCORES + 4 * 2 * HEAD)
+    assert found.model == 32 * 3 * (layers + 2 * 3 * 16 + 2 * SCORES + 2 * HEAD)

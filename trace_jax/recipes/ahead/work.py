@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from trace_jax.config import PolicyConfig
 from trace_jax.config_rules_policy import ATTENTION, DELTA, mixers
 from trace_jax.learner.flops import flops_per_token
+from trace_jax.policy.delta_rule import CHUNK
 
 # Passes over the matmuls of a layer: forward, twice that backward, and forward again where remat keeps nothing.
 PASSES = {"none": 3, "dots": 3, "full": 4}
 # Matmuls of the attention kernel, of which forward has two: the two backward kernels of splash attention take four and
 # three, since each computes scores and their gradients for itself.
 KERNEL_FORWARD, KERNEL_BACKWARD = 2, 7
+EXACT = 6  # matmuls in bfloat16 that make one of float32 at the highest precision
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def training(policy: PolicyConfig, vocab_size: int, tokens: int, context: int, m
     kernel = (KERNEL_FORWARD + KERNEL_BACKWARD + (KERNEL_FORWARD if policy.remat == "full" else 0)) / KERNEL_FORWARD
     executed = (
         layer * (parts["projections"] / tensor + parts["router"] + parts["experts"] / (tensor * expert))
+        + layer * _exact(policy) / tensor
         + kernel * parts["scores"] / tensor
         + 4 * parts["vocabulary"] / tensor  # scores of all but the first chunks are computed again
     )
@@ -64,7 +67,16 @@ def scoring(policy: PolicyConfig, vocab_size: int, tokens: int, context: int, me
     parts = _forward(policy, vocab_size, attended(context))
     local = tokens / (mesh["data"] * mesh["fsdp"])
     split = parts["projections"] + parts["scores"] + parts["vocabulary"] + parts["experts"] / mesh["expert"]
+    split += _exact(policy)
     return Work(model=tokens * sum(parts.values()), executed=local * (split / mesh["tensor"] + parts["router"]))
+
+
+def _exact(policy: PolicyConfig) -> float:
+    """FLOPs of one token in the delta rule, forward, as the chunked form computes them: float32 matmuls of the highest
+    precision, each of which is six in bfloat16 on a matrix unit (`jax.lax.Precision.HIGHEST`)."""
+    p, layers = policy, mixers(policy).count(DELTA)
+    depth, width = p.delta_key_dim, p.delta_value_dim
+    return EXACT * layers * p.delta_value_heads * (6 * depth * width + 4 * CHUNK * width)
 
 
 def _forward(policy: PolicyConfig, vocab_size: int, seen: float) -> dict[str, float]:
@@ -81,6 +93,7 @@ def _forward(policy: PolicyConfig, vocab_size: int, seen: float) -> dict[str, fl
     projections += p.layers * 3 * p.width * (p.mlp_width + p.shared_expert_width)
     return {
         "projections": 2 * projections,
+        "states": 2 * delta * state,
         "router": 2 * p.layers * p.width * p.experts,
         "experts": 2 * p.layers * 3 * p.width * p.experts_per_token * p.expert_width,
         "scores": 2 * attention * 2 * query * seen,
