@@ -87,9 +87,8 @@ def _forward(policy: PolicyConfig, vocab_size: int, seen: float) -> dict[str, fl
     key, value = p.delta_key_heads * p.delta_key_dim, p.delta_value_heads * p.delta_value_dim
     projections = attention * p.width * ((2 + p.attention_gate) * query + 2 * shared)
     projections += delta * p.width * (2 * key + 3 * value + 2 * p.delta_value_heads)
-    projections += delta * (
-        p.conv_width * (2 * key + value) + 3 * p.delta_value_dim * p.delta_key_dim * p.delta_value_heads
-    )
+    projections += delta * p.conv_width * (2 * key + value)
+    state = 3 * p.delta_value_dim * p.delta_key_dim * p.delta_value_heads  # read, changed, asked
     projections += p.layers * 3 * p.width * (p.mlp_width + p.shared_expert_width)
     return {
         "projections": 2 * projections,
