@@ -40,6 +40,11 @@ def suggestion(r: dict[str, Any]) -> str | None:
     if r["fits"]:
         return None
     found = r.get("suggestion")
+    if found is None and r["memory"]["sampler_parameters"] > r["memory"]["limit"]:
+        return (
+            f"a sampling lane has at most the {r['chip']['per_host']} chips of one host, too few for the weights of "
+            "this policy: take chips with more memory"
+        )
     if found is None:
         return "no mesh, remat, micro-batch or number of slots makes it fit on these chips: take more of them"
     flags = " ".join(f"--{field} {value}" for field, value in found["fields"].items())

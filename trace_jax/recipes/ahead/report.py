@@ -98,8 +98,10 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
         },
         "gathers": gathers,
         "chip": {
-            "name": chip.name, "flops": chip.flops, "hbm_bandwidth": chip.hbm_bandwidth,
-            "link_bandwidth": chip.link_bandwidth, "network_bandwidth": chip.network_bandwidth, "source": chip.source,
+            name: getattr(chip, name)
+            for name in (
+                "name", "flops", "hbm_bandwidth", "link_bandwidth", "network_bandwidth", "per_host", "source"
+            )
         },
     }  # fmt: skip
 
