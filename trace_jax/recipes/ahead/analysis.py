@@ -19,6 +19,7 @@ from trace_jax.recipes.ahead import hlo, hlo_bytes
 from trace_jax.recipes.ahead.hlo import Collective
 
 _REFUSED = re.compile(r"[Uu]sed ([\d.]+)([KMGT])i?B? of ([\d.]+)([KMGT])i?B? hbm")
+READER = 1  # of the programs' text; what another one read is not recalled
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -71,9 +72,8 @@ def analyse(lowered: Any, mesh: Mapping[str, int], target: str, run: bool = True
         jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
     """
     kept = _place(lowered, target)
-    if kept is not None and kept.exists():
-        with contextlib.suppress(OSError, ValueError, TypeError, EOFError):
-            return _read(kept)
+    if kept is not None and (known := _read(kept)) is not None:
+        return known
     begun = time.perf_counter()
     try:
         compiled = lowered.compile(None if run else {"xla_backend_optimization_level": 0})
@@ -103,7 +103,7 @@ def analyse(lowered: Any, mesh: Mapping[str, int], target: str, run: bool = True
     if kept is not None:
         with contextlib.suppress(OSError):
             partial = kept.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(asdict(result)))
+            partial.write_text(json.dumps({"reader": READER} | asdict(result)))
             partial.replace(kept)
     return result
 
@@ -127,7 +127,10 @@ def _version(name: str) -> str:
         return ""
 
 
-def _read(path: Path) -> Compiled:
-    data = json.loads(path.read_text())
-    data["collectives"] = tuple(Collective(**c) for c in data["collectives"])
-    return Compiled(**data)
+def _read(path: Path) -> Compiled | None:
+    """What is kept there; None for nothing, and for what cannot be read or was read by another `READER`."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        data = json.loads(path.read_text())
+        if data.pop("reader") == READER:
+            return Compiled(**data | {"collectives": tuple(Collective(**c) for c in data["collectives"])})
+    return None
