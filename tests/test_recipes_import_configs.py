@@ -41,3 +41,30 @@ def test_sizes_and_the_import_of_such_a_model(name):
     ways = config.mesh.fsdp
     assert config.grpo.microbatch.rows % ways == config.sft.microbatch.rows % ways == 0
     assert policy.kv_heads % config.mesh.tensor == 0 and policy.experts % config.mesh.expert == 0
+
+
+# Configurations of pods (the number after the chip counts chips) and those they have their policy from.
+PODS = {
+    "qwen3_0_6b_v5e8": "qwen3_0_6b",
+    "qwen3_30b_a3b_v5p64": "qwen3_30b_a3b",
+    "qwen3_5_35b_a3b_v5p128": "qwen3_5_35b_a3b",
+    "qwen3_5_35b_a3b_v5e256": "qwen3_5_35b_a3b",
+    "qwen3_4b_h200x8": "qwen3_4b",
+    "qwen3_30b_a3b_h200x16": "qwen3_30b_a3b",
+}
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_a_pod_trains_the_whole_policy_at_the_scale_of_the_paper(name):
+    config, whose = (config_io.load(CONFIGS / f"{n}.yaml") for n in (name, PODS[name]))
+    for field in set(dataclasses.asdict(config.policy)) - set(RUNTIME):
+        assert getattr(config.policy, field) == getattr(whose.policy, field), field
+    assert not config.lora.rank and config.policy.param_dtype == "float32"
+    assert (config.grpo.prompts, config.grpo.group, config.rollout.context) == (32, 8, 32768)
+    chips = int(name.rpartition("_")[2].lstrip("vh").partition("x")[2] or name.rpartition("_")[2][3:])
+    mesh = config.mesh
+    assert chips % (mesh.fsdp * mesh.tensor * mesh.expert) == 0
+    ways = chips // (mesh.tensor * mesh.expert)
+    assert config.grpo.microbatch.rows % ways == config.sft.microbatch.rows % ways == 0
+    objectives.validate(config.grpo)
+    credit.validate(config.grpo, config.rollout.context)

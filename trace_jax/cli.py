@@ -40,6 +40,7 @@ _MEMORY = (
 _STOPPABLE = (
     *TRAINING,
     *("reproduce", "eval", "capability", "import", "export", "simulate", "inspect", "play", "certify", "fit-rules"),
+    "compile",
 )
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -173,6 +174,12 @@ def _bench(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     return result
 
 
+def _compile(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
+    from trace_jax.recipes.ahead import command
+
+    return command.command(config, args.topology, rollout=args.rollout, out=args.out)
+
+
 def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax.recipes import planted, reproduce, targeting
 
@@ -232,6 +239,7 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "export": _export,
     "fit-rules": _fit_rules,
     "bench": _bench,
+    "compile": _compile,
     "reproduce": _reproduce,
     "report": _report,
 }
@@ -263,7 +271,7 @@ def _run(argv: Sequence[str]) -> int:
     result = _dry_run(args, config) if getattr(args, "dry_run", False) else COMMANDS[args.command](args, config)
     if args.json and distributed.leads():
         print(json.dumps(result), flush=True)
-    return 0
+    return int(args.command == "compile" and not result["fits"])
 
 
 def _dry_run(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
@@ -317,7 +325,7 @@ def _config(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> RunCo
 
 def _run_of(args: argparse.Namespace) -> Path | None:
     """The run whose configuration a command starts from, None for commands that begin with none."""
-    if args.command in ("simulate", "inspect", "certify", "bench"):
+    if args.command in ("simulate", "inspect", "certify", "bench", "compile"):
         return None
     if args.command in ("play", "fit-rules", "diagnose"):
         return args.run_dir

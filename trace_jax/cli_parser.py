@@ -55,6 +55,7 @@ COMMANDS = {
     "import": "begin a run with an open checkpoint: Hugging Face layout (safetensors), or a GGUF file",
     "export": "write a run's policy in Hugging Face layout (safetensors), or its adapters for PEFT",
     "bench": "throughput as a share of what this machine can do: sim, tools, rollout, learner, probe",
+    "compile": "compile a run for TPUs or GPUs that need not be there: memory, FLOPs, collectives, a verdict",
     "reproduce": "a paper's ablation table at the size of a configuration",
     "report": "one self-contained HTML page of a run, finished or not",
 }
@@ -202,6 +203,12 @@ def build() -> argparse.ArgumentParser:
                 metavar="PYTHON",
                 help="for rollout and learner: an interpreter with torch and transformers (default: this one)",
             )
+        if name == "compile":
+            p.epilog = f"Exit status: 0 the run fits, 1 it does not, 2 bad input. {parser.epilog}"
+            where = "chips to compile for: v5e:4x4, v5p:4x4x8 (needs the extra tpu), h100x8, h200x16 (an estimate)"
+            p.add_argument("--topology", required=True, metavar="NAME", help=where)
+            p.add_argument("--rollout", action="store_true", help="also compile the sampler: prefill and decoding")
+            p.add_argument("--out", type=Path, metavar="DIR", help="also write <config>.json and <config>.md there")
         if name == "reproduce":
             p.formatter_class = argparse.RawDescriptionHelpFormatter
             p.description = f"{text}\n\nSTUDY is one of\n" + "".join(

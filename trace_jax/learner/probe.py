@@ -95,6 +95,16 @@ def transformer_scores(graphdef: nnx.GraphDef, chunk: int = CHUNK) -> ScoreFn:
     return scores
 
 
+def scoring(score_fn: ScoreFn, mesh: Mesh) -> Any:
+    """The jitted program of a probe: (params, frozen, batch) -> scores, everywhere; see `Probe`."""
+
+    def scores(params, frozen, batch):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return score_fn(params if frozen is None else (params, frozen), batch)
+
+    return jax.jit(scores, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
 class Positions(NamedTuple):
     """Work of a probe, in positions of a row."""
 
@@ -126,11 +136,7 @@ class Probe:
 
         self._frozen = frozen
 
-        def scores(params, frozen, batch):
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return score_fn(params if frozen is None else (params, frozen), batch)
-
-        self._scores = jax.jit(scores, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._scores = scoring(score_fn, mesh)
 
     def __call__(self, questions: Sequence[Question]) -> list[Float[np.ndarray, " T+1"]]:
         """`l_0 .. l_T` of every question, float64.
@@ -153,7 +159,7 @@ class Probe:
 
     def peak_bytes(self, row_length: int, rows: int) -> int:
         """What the program for a micro-batch of this shape needs: parameters, arguments and everything in between."""
-        batch = sharding.place_batch(_empty(rows, row_length), self._mesh)
+        batch = sharding.place_batch(empty_batch(rows, row_length), self._mesh)
         memory = self._scores.lower(self._params, self._frozen, batch).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
@@ -214,7 +220,7 @@ class _Rows:
     def batches(self, config: BatchConfig, ways: int) -> tuple[list[ProbeBatch], list[tuple[int, int, int]]]:
         """Micro-batches, and the micro-batch, row and offset of each item."""
         planned = plan([len(i) for i in self.items], config, ways)
-        batches = [_empty(*shape) for shape in planned.shapes]
+        batches = [empty_batch(*shape) for shape in planned.shapes]
         segments = [np.zeros(rows, np.int32) for rows, _ in planned.shapes]
         for n in sorted(range(len(self.items)), key=planned.places.__getitem__):
             item, (number, row, at) = self.items[n], planned.places[n]
@@ -248,7 +254,8 @@ class _Rows:
         return [np.array([mean(number, k) for number, k in mine]) for mine in self.found]
 
 
-def _empty(rows: int, length: int) -> ProbeBatch:
+def empty_batch(rows: int, length: int) -> ProbeBatch:
+    """A micro-batch of padding only."""
     ids, positions, segments, branch = (np.zeros((rows, length), np.int32) for _ in range(4))
     return ProbeBatch(
         ids, positions, segments, branch, np.full((rows, length), length, np.int32), np.zeros((rows, length), bool)

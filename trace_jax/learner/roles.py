@@ -6,7 +6,7 @@ others learn, so that the two overlap without sharing a queue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -16,8 +16,15 @@ from trace_jax.config import ConfigError, MeshConfig
 from trace_jax.learner.sharding import MESH_AXES, make_mesh
 
 
-def role_meshes(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> tuple[Mesh, Mesh]:
+def role_meshes(
+    config: MeshConfig,
+    devices: Sequence[jax.Device] | None = None,
+    host_of: Callable[[jax.Device], int] = lambda device: device.process_index,
+) -> tuple[Mesh, Mesh]:
     """The learner's mesh, and the sampler's: the same one, or one of other devices.
+
+    Args:
+        host_of: the process that has a device.
 
     Raises:
         ConfigError: no device is left to learn, sizes that do not cover the devices, `rollout_tensor` without devices
@@ -38,8 +45,8 @@ def role_meshes(config: MeshConfig, devices: Sequence[jax.Device] | None = None)
             f"`mesh.rollout_devices` ({apart}) is not a multiple of `mesh.rollout_tensor` ({tensor}): change one"
         )
     learning, sampling = [], []
-    for process in sorted({d.process_index for d in devices}):
-        mine = [d for d in devices if d.process_index == process]
+    for process in sorted({host_of(d) for d in devices}):
+        mine = [d for d in devices if host_of(d) == process]
         if len(mine) <= apart:
             raise ConfigError(
                 f"`mesh.rollout_devices` ({apart}) leaves none of the {len(mine)} devices of a process to learn on: "

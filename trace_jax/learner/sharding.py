@@ -177,6 +177,13 @@ def place(tree: Any, target: Any) -> Any:
     return jax.tree.map(lambda a, s: jax.device_put(jnp.array(a, copy=True), s), tree, target)
 
 
+def batch_like(batch: Any, mesh: Mesh) -> Any:
+    """Shapes, types and shardings of a micro-batch that `place_batch` would put on the mesh."""
+    _check_rows(batch, mesh)
+    target = NamedSharding(mesh, BATCH_SPEC)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=target), batch)
+
+
 def place_batch(batch: Any, mesh: Mesh) -> Any:
     """Puts the `[rows, time]` arrays of a micro-batch on the mesh, rows split over data and fsdp.
 
@@ -186,13 +193,17 @@ def place_batch(batch: Any, mesh: Mesh) -> Any:
     Raises:
         ConfigError: the rows do not split evenly.
     """
+    _check_rows(batch, mesh)
+    target = NamedSharding(mesh, BATCH_SPEC)
+    if target.is_fully_addressable:
+        return jax.device_put(batch, target)
+    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, target, lambda at: np.asarray(a)[at]), batch)
+
+
+def _check_rows(batch: Any, mesh: Mesh) -> None:
     ways = prod(mesh.shape[a] for a in ROWS)
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % ways:
         raise ConfigError(
             f"microbatch.rows {rows} does not split over mesh data x fsdp = {ways} devices: use a multiple of {ways}"
         )
-    target = NamedSharding(mesh, BATCH_SPEC)
-    if target.is_fully_addressable:
-        return jax.device_put(batch, target)
-    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, target, lambda at: np.asarray(a)[at]), batch)

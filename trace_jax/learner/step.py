@@ -217,6 +217,32 @@ class Learner:
         zeros, accumulate, _ = self._programs or self._compile(params, batch)
         return accumulate.lower(params, self._frozen, jax.eval_shape(zeros), batch)
 
+    def lowered_ahead(self, params: Params, batch: LearnerBatch) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """The programs of a train step for devices that need not be there; nothing is allocated.
+
+        Args:
+            params, batch: shapes alone will do (`jax.ShapeDtypeStruct`).
+
+        Returns:
+            `accumulate` (one micro-batch), `apply` (the update) and `score` (log-probs under other parameters); each
+            is lowered when it is called.
+        """
+        state = self.state_like(params)
+        batch = sharding.batch_like(batch, self.mesh)
+        zeros, accumulate, apply = self._programs or self._compile(state.params, batch)
+        total = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._replicated), jax.eval_shape(zeros)
+        )
+        total["grads"] = jax.tree.map(
+            lambda a, p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p.sharding), total["grads"], state.params
+        )
+        left_out = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._replicated)
+        return {
+            "accumulate": lambda: accumulate.lower(state.params, self._frozen, total, batch),
+            "apply": lambda: apply.lower(state, total, left_out),
+            "score": lambda: self._score.lower(state.params, self._frozen, batch),
+        }
+
     def logprobs(self, params: Params, batches: Sequence[LearnerBatch]) -> list[Float[np.ndarray, "rows time"]]:
         """Log-probs of every token of every micro-batch under some parameters; `packing.unpack` undoes the packing."""
         return self._scored(params, [replace(b, loss_mask=b.segments > 0) for b in batches])

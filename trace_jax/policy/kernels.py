@@ -26,7 +26,9 @@ Axes: B rows, T tokens, H query heads, K key/value heads, h head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,7 @@ from trace_jax.policy.placement import ANYWHERE, Placement
 
 Kernel = Callable[[Array, Array, Array, Array], Array]
 LANES = 128  # a block of queries or keys is a multiple of it
+_instead: ContextVar[Kernel | None] = ContextVar("instead", default=None)
 
 
 def packed(
@@ -69,12 +72,25 @@ def choose(platform: str, time: int, head_dim: int, dtype: DTypeLike) -> Kernel 
     """The kernel for rows of a length on a platform; None: `attention.packed_attention`."""
     if time % LANES:
         return None
+    if platform == "cpu" and (kernel := _instead.get()) is not None:
+        return kernel
     if platform == "tpu":
         return splash
     power_of_two = head_dim & (head_dim - 1) == 0
     if platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and power_of_two and 16 <= head_dim <= 256:
         return flash
     return None
+
+
+@contextlib.contextmanager
+def standing_in(kernel: Kernel | None) -> Iterator[None]:
+    """What is traced within for a CPU has this kernel: programs that are compiled there to see what they would need
+    elsewhere."""
+    token = _instead.set(kernel)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
 
 
 def splash(

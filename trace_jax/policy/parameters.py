@@ -9,7 +9,7 @@ Parameters of a kind of block are stacked over the layers that have it, in the o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,31 @@ def declare(cfg: PolicyConfig, vocab_size: int) -> dict[str, Declared]:
     if not cfg.tie_embeddings:
         found["head"] = Declared((width, vocab_size), ("embed", "vocab"), _normal(width**-0.5))
     return found
+
+
+# Parameters that a layer uses as they are stored; all others are cast to the compute type first.
+_WIDE = ("norm", "conv_", "decay_", "shared_share")
+
+
+def cast_in_use(params: Any, dtype: str) -> Any:
+    """Parameters (or the pairs of adapters, by target) with every matrix in the compute type.
+
+    Each use of a matrix casts it, so a policy that only samples gives the same numbers, to the last bit, with half the
+    memory and half the reading.
+    """
+
+    def cast(path, array):
+        name = str(getattr(path[0], "key", getattr(path[0], "name", path[0])))
+        wide = any(part in name for part in _WIDE[:1]) or name.startswith(_WIDE[1:])
+        return array if wide else array.astype(dtype)
+
+    def like(path, array):
+        if isinstance(array, jax.ShapeDtypeStruct):
+            new = jax.eval_shape(lambda a: cast(path, a), array)
+            return jax.ShapeDtypeStruct(array.shape, new.dtype, sharding=array.sharding)
+        return cast(path, array)
+
+    return jax.tree_util.tree_map_with_path(like, params)
 
 
 def _attention(cfg: PolicyConfig, count: int) -> dict[str, Declared]:

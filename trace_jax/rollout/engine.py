@@ -117,7 +117,7 @@ class Engine:
         layout, around = (None if mesh is None or f is None else f(mesh) for f in (specs, frozen_specs))
         alone = mesh is None
         places = [Place(jax.local_devices()[0])] if alone else lane_places(mesh, layout, model.cfg.kv_heads, around)
-        self._weights = Weights(mesh, layout)
+        self._weights = Weights(mesh, layout, policy.dtype)
         if len(places) == 1 and places[0].heads is None:
             places *= max(1, min(_default_lanes() if lanes is None else lanes, config.slots))
         shares = [len(part) for part in np.array_split(np.arange(config.slots), min(len(places), config.slots))]

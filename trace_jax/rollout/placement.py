@@ -8,14 +8,16 @@ its own devices alone, whatever the others do. Only new parameters need all proc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trace_jax.config import ConfigError
+from trace_jax.policy.parameters import cast_in_use
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,19 @@ class Place:
     frozen: Any = None
 
 
-def lane_places(mesh: Mesh, layout: Any, kv_heads: int, around: Any = None) -> list[Place]:
+def lane_places(
+    mesh: Mesh,
+    layout: Any,
+    kv_heads: int,
+    around: Any = None,
+    host_of: Callable[[jax.Device], int] = lambda device: device.process_index,
+) -> list[Place]:
     """One place for each block of `tensor x expert` devices of the mesh that this process owns.
 
     Args:
       layout: sharding of every parameter on the mesh; needed when a lane has several devices.
       around: the same of what adapters work on.
+      host_of: the process that has a device.
 
     Raises:
       ConfigError: a lane's devices lie in several processes, the heads do not split, or no lane is in this process.
@@ -49,7 +58,7 @@ def lane_places(mesh: Mesh, layout: Any, kv_heads: int, around: Any = None) -> l
     mine = jax.process_index()
     places = []
     for devices in mesh.devices.reshape(-1, tensor, expert):
-        owners = {device.process_index for device in devices.flat}
+        owners = {host_of(device) for device in devices.flat}
         if mine not in owners:
             continue
         if len(owners) > 1:
@@ -73,10 +82,14 @@ def lane_places(mesh: Mesh, layout: Any, kv_heads: int, around: Any = None) -> l
 class Weights:
     """Brings parameters onto the devices of lanes."""
 
-    def __init__(self, mesh: Mesh | None, layout: Any):
+    def __init__(self, mesh: Mesh | None, layout: Any, dtype: str = "float32"):
+        """
+        Args:
+          dtype: that matrices are used in: what is gathered is gathered in it.
+        """
         self._mesh = mesh
         gathered = jax.tree.map(lambda s: NamedSharding(mesh, _without_rows(s.spec)), layout)
-        self._gather = None if layout is None else jax.jit(lambda params: params, out_shardings=gathered)
+        self._gather = None if layout is None else jax.jit(partial(cast_in_use, dtype=dtype), out_shardings=gathered)
 
     def place(self, params: Any, places: Sequence[Place], copy: bool) -> list[Any]:
         """The parameters on the devices of each place.

@@ -132,6 +132,15 @@ class Programs:
             params, cache, state, seeds, np.int32(going), sampling.knobs, heads=heads, **sampling.static
         )
 
+    def lowered(
+        self, params, cache: KVCache, state: State, seeds: UInt32[Array, "B 2"], sampling: Sampling,
+        heads: NamedSharding | None,
+    ) -> jax.stages.Lowered:  # fmt: skip
+        """`decode` for devices that need not be there: shapes will do."""
+        return self._decode.lower(
+            params, cache, state, seeds, np.int32(0), sampling.knobs, heads=heads, **sampling.static
+        )
+
     def _prefill_chunk(
         self,
         params,
@@ -214,6 +223,15 @@ def new_cache(policy, batch: int, length: int, dtype: str, heads: NamedSharding 
     """An empty cache on a device, or with its heads split over the devices of a mesh."""
     cache = kv_cache.new(policy, batch, length, dtype)
     return jax.device_put(cache, device if heads is None else _shardings(cache, heads))
+
+
+def cache_like(
+    policy, batch: int, length: int, dtype: str, heads: NamedSharding | None, whole: NamedSharding, block: int
+) -> KVCache:
+    """Shapes of `new_cache`, with blocks of so many positions; `whole`: where arrays lie that are not split."""
+    cache = jax.eval_shape(lambda: kv_cache.new(policy, batch, length, dtype, block))
+    where = jax.tree.map(lambda _: whole, cache) if heads is None else _shardings(cache, heads)
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), cache, where)
 
 
 def _constrained(cache: KVCache, heads: NamedSharding | None) -> KVCache:

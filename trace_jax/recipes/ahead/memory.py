@@ -1,0 +1,69 @@
+"""What lies in the memory of one chip, by kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trace_jax.config import ConfigError
+from trace_jax.policy.parameters import cast_in_use
+from trace_jax.recipes.ahead.programs import BLOCK, Job, bytes_of
+from trace_jax.rollout.programs import cache_like
+
+LEARNER = ("parameters", "base", "moments", "gradients", "batch", "reference", "versions")
+SAMPLER = ("sampler_parameters", "kv_cache", "probe_reference")
+
+
+def resident(job: Job) -> tuple[dict[str, int], str | None]:
+    """Bytes on a chip of what stays there between programs, exact: from the shapes and where they lie.
+
+    Returns:
+        By kind: `parameters` (of adapters alone where these are trained), `base` (what adapters are trained on),
+        `moments`, `gradients` (accumulated, float32), `batch` (two micro-batches: the next one is on its way),
+        `reference` of the KL penalty, `versions` (parameters of earlier steps that are still sampled with);
+        `sampler_parameters`, `kv_cache` with every slot of a lane full, `probe_reference`. And why there can be no
+        sampler, None if there can.
+    """
+    config, model = job.config, job.model
+    like, axes = job.trained(config, model)
+    state = job.learner.state_like(like)
+    held = bytes_of(state.params)
+    gradients = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding), state.params)
+    ways = job.ways(job.mesh)
+    batch = sum(a.dtype.itemsize * a.size // ways for a in jax.tree.leaves(job.batch()))
+    found = {
+        "parameters": held,
+        "base": bytes_of(job.base(job.mesh)) if config.lora.rank else 0,
+        "moments": bytes_of(state.opt_state),
+        "gradients": bytes_of(gradients),
+        "batch": 2 * batch,
+        "reference": held if config.grpo.kl_coefficient else 0,
+        "versions": (config.grpo.staleness + 1) * held if config.grpo.staleness else 0,
+        "probe_reference": held if config.grpo.turn_credit.enabled else 0,
+    }
+    try:
+        return found | _lane(job), None
+    except ConfigError as error:
+        return found | {"sampler_parameters": 0, "kv_cache": 0}, str(error)
+
+
+def _lane(job: Job) -> dict[str, int]:
+    config = job.config
+    place = job.place(job.model)
+    whole = jax.sharding.SingleDeviceSharding(place.device)
+    like, _ = job.trained(config, job.model)
+
+    def size(tree: Any, where: Any) -> int:
+        where = jax.tree.map(lambda _: whole, tree) if where is None else where
+        return bytes_of(jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, where))
+
+    shared = job.mesh is job.sampling_mesh and job.mesh.size == 1  # reads the learner's
+    parameters = 0 if shared else size(cast_in_use(like, config.policy.dtype), place.params)
+    if config.lora.rank:
+        base = job.base(job.mesh)
+        parameters += size(base, None if place.frozen is None else place.frozen.base)
+    rollout = config.rollout
+    cache = cache_like(config.policy, job.slots, rollout.context, rollout.cache_dtype, place.heads, whole, BLOCK)
+    return {"sampler_parameters": parameters, "kv_cache": bytes_of(cache)}
