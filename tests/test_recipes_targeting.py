@@ -86,7 +86,8 @@ def test_a_study(smoke, tmp_path, capsys, monkeypatch):
     for run in told["runs"].values():
         assert set(run["held_out"]) == {"base", "sum", "routed", "oracle", "mix", "target", *names}
         assert set(run["in_worlds"]) == {"base", "mix", "target", "routed", *names}
-        assert run["rollouts"]["target"] == run["rollouts"]["mix"] == sum(run["rollouts"][n] for n in names)
+        assert run["steps"] == {**dict.fromkeys(names, 1), "mix": 2, "target": 2}
+        assert all(n >= 4 * run["steps"][k] for k, n in run["rollouts"].items())  # more where groups were drawn again
     monkeypatch.setattr(in_worlds, "_play", None)
     before = (out / "table.json").read_text()
     assert cli.main(words) == 0 and (out / "table.json").read_text() == before

@@ -131,7 +131,7 @@ def _check_tables(batch, i):
         assert sorted(zip(other["campaign_id"], other["ds"], strict=True)) == sorted(both)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["default", pytest.param("odd", marks=pytest.mark.slow)])
 def test_invariants(shape):
     config = SHAPES[shape]
 

@@ -133,6 +133,7 @@ def _figures(
         "held_out": {name: rate(s) for name, s in summaries.items()},
         "in_worlds": inside,
         "routing": {k: routes[k] for k in ("agreement", "chance", "chosen", "oracle")},
+        "steps": {name: a["steps"] for name, a in trained.items()},
         "rollouts": {name: a["rollouts"] for name, a in trained.items()},
         "seconds": {name: a["seconds"] for name, a in trained.items()},
     }
