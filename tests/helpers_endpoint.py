@@ -7,15 +7,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextmanager
-def serving(reply):
-    """`reply(number of the request, body)` gives a message, or (status, headers, raw text). Yields URL and requests."""
+def serving(reply, noted=lambda request, body: body):
+    """`reply(number of the request, body)` gives a message, or (status, headers, raw text). Yields the URL and what
+    `noted(request, body)` keeps of each request."""
     seen, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
-                seen.append(body)
+                seen.append(noted(self, body))
                 number = len(seen)
             found = reply(number, body)
             status, headers, raw = found if isinstance(found, tuple) else (200, {}, json.dumps(completion(found)))

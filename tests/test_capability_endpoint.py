@@ -2,10 +2,9 @@
 
 import json
 import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from helpers_endpoint import serving
 
 from trace_jax.capability import endpoint
 from trace_jax.config import CapabilityConfig, ConfigError
@@ -20,35 +19,20 @@ def attempt(number=0):
     return Attempt(f"question {number}", (("sql('select 1')", "1"),), "the answer", "answered", {"cause": "X"}, True)
 
 
-@contextmanager
 def server(reply):
     """An endpoint; `reply(number of the request, body)` gives (status, headers, text of the message or None)."""
-    seen = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            seen.append({"body": body, "path": self.path, "key": self.headers.get("Authorization")})
-            status, headers, text = reply(len(seen), body)
-            raw = json.dumps({"choices": [{"message": {"content": text}}]}) if text is not None else "oops"
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(raw.encode())
+    def raw(number, body):
+        status, headers, text = reply(number, body)
+        return (
+            status,
+            headers,
+            json.dumps({"choices": [{"message": {"content": text}}]}) if text is not None else "oops",
+        )
 
-        def log_message(self, *args):
-            pass
-
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{httpd.server_port}/v1", seen
-    finally:
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()
+    return serving(
+        raw, lambda request, body: {"body": body, "path": request.path, "key": request.headers.get("Authorization")}
+    )
 
 
 def config(url, **fields):
