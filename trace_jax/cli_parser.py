@@ -84,7 +84,7 @@ def _bytes(text: str) -> int:
     return size
 
 
-_count.__name__ = "number of steps"  # argparse: invalid number of steps value
+_count.__name__ = "number"  # argparse: invalid number value
 
 
 def build() -> argparse.ArgumentParser:

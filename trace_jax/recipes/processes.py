@@ -68,8 +68,9 @@ def open_run(
             directory.
     """
     if path is not None and re.match(r"[a-z0-9]+:/", str(path)):
+        given = str(path).replace(":/", "://", 1)  # a path has one slash of them
         raise ConfigError(
-            f"--run-dir {path} is no directory: mount the bucket, as launch/worker.sh does, and name a path"
+            f"--run-dir {given} is no directory: mount the bucket, as launch/worker.sh does, and name a path"
         )
     if multihost.count() == 1:
         return open_it(path)
