@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs a `trace-jax` training command as several processes on this machine.
+"""Runs a `trace-jax` training command, or `eval`, as several processes on this machine.
 
     python launch/local.py --processes 4 --devices-per-process 2 -- train --config configs/nano.yaml --run-dir runs/a
 
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--patience", type=float, default=PATIENCE, metavar="SECONDS", help=f"default: {PATIENCE:g}")
     p.add_argument("--cache", metavar="DIR", help="keep compiled programs there, shared by all processes")
     p.add_argument("--dry-run", action="store_true", help="print what would be run and stop")
-    p.add_argument("arguments", nargs=argparse.REMAINDER, help="-- and the command: train, sft or grpo, and its flags")
+    p.add_argument("arguments", nargs=argparse.REMAINDER, help="-- and train, sft, grpo or eval with its flags")
     return p
 
 
@@ -76,6 +76,8 @@ def value_of(arguments: Sequence[str], flag: str) -> str | None:
 
 def resuming(arguments: Sequence[str]) -> list[str]:
     """The command that goes on with a run: --resume, and no --init, which begins one."""
+    if arguments[0] == "eval":  # begins again: nothing was kept
+        return list(arguments)
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -183,8 +185,8 @@ def run(arguments: list[str], args: argparse.Namespace, begin: Callable[..., Job
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
-    if arguments[:1] not in (["train"], ["sft"], ["grpo"]):
-        print("local.py: give `--` and then train, sft or grpo with its flags", file=sys.stderr)
+    if arguments[:1] not in (["train"], ["sft"], ["grpo"], ["eval"]):
+        print("local.py: give `--` and then train, sft, grpo or eval with its flags", file=sys.stderr)
         return 2
     if args.restarts and value_of(arguments, "--run-dir") is None:
         print("local.py: --restarts needs the command's --run-dir, to go on in it", file=sys.stderr)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A training command on every machine of a TPU pod slice (gcloud), from your own machine.
+# A training command, or eval, on every machine of a TPU pod slice (gcloud), from your own machine.
 #
 #     launch/tpu_vm.sh --name pod --zone us-east5-a [--project P] [--restarts 3] [--folder trace-jax] [--dry-run] -- \
 #         train --config configs/qwen3_30b_a3b.yaml --run-dir gs://bucket/runs/a
@@ -23,7 +23,7 @@ while [[ $# -gt 0 ]]; do
   esac
 done
 if [[ -z $name || -z $zone || $# -eq 0 ]]; then
-  echo "tpu_vm.sh: give --name and --zone of the slice, then -- and the command: train, sft or grpo with its flags" >&2
+  echo "tpu_vm.sh: give --name and --zone of the slice, then -- and the command: train, sft, grpo or eval with its flags" >&2
   exit 2
 fi
 

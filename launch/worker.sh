@@ -14,8 +14,8 @@ if [[ ${1:-} == --dry-run ]]; then
   dry=1
   shift
 fi
-if [[ ! ${1:-} =~ ^(train|sft|grpo)$ ]]; then
-  echo "worker.sh: give train, sft or grpo with its flags" >&2
+if [[ ! ${1:-} =~ ^(train|sft|grpo|eval)$ ]]; then
+  echo "worker.sh: give train, sft, grpo or eval with its flags" >&2
   exit 2
 fi
 
@@ -57,7 +57,7 @@ if [[ -z $run ]]; then
   exit 2
 fi
 
-if [[ -e $run/config.yaml ]]; then # continue it
+if [[ -e $run/config.yaml && $1 != eval ]]; then # continue it
   kept=()
   skip=
   resumes=

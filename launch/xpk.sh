@@ -19,8 +19,8 @@ while [[ $# -gt 0 ]]; do
     *) xpk+=("$1") && shift ;;
   esac
 done
-if [[ ! ${1:-} =~ ^(train|sft|grpo)$ ]]; then
-  echo "xpk.sh: give flags of xpk, then -- and the command: train, sft or grpo with its flags" >&2
+if [[ ! ${1:-} =~ ^(train|sft|grpo|eval)$ ]]; then
+  echo "xpk.sh: give flags of xpk, then -- and the command: train, sft, grpo or eval with its flags" >&2
   exit 2
 fi
 # 1: what the processes end with when one of them fails. xpk restarts on 127 to 255 by itself, signals among them.

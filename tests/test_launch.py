@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
+from trace_jax import cli
 from trace_jax.config import ConfigError
 from trace_jax.recipes import distributed
 
@@ -85,6 +86,16 @@ def test_contradictions_are_refused(environment, words):
         distributed.declared(environment)
 
 
+@pytest.mark.parametrize("command", ["export", "simulate", "capability", "report"])
+def test_what_one_process_does_is_refused_to_several(monkeypatch, capsys, command):
+    for name, value in own().items():
+        monkeypatch.setenv(name, value)
+    more = {"capability": ["contrast", "--run-dir", "x"], "simulate": ["--out", "x"]}
+    assert cli.main([command, *more.get(command, ["--run-dir", "x"])]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"`{command}` works in one process, and TRACE_JAX_PROCESSES" in said
+
+
 @pytest.mark.parametrize(
     ("environment", "devices"),
     [
@@ -126,7 +137,9 @@ def test_local_dry_run(local, capsys):
     ] == ("3,4,5")
 
 
-@pytest.mark.parametrize("argv", [["--processes", "2", "--", "eval"], ["--processes", "2", "--restarts", "1", "train"]])
+@pytest.mark.parametrize(
+    "argv", [["--processes", "2", "--", "export"], ["--processes", "2", "--restarts", "1", "train"]]
+)
 def test_local_refuses(local, argv):
     assert local.main(argv) == 2
 
@@ -224,7 +237,7 @@ def test_worker_finds_buckets_and_continues_a_run(tmp_path):
     done = bash("worker.sh", *begin, TRACE_JAX_GCS=str(tmp_path))
     assert done.stdout.split(" trace-jax ")[1] == f"grpo --run-dir={run} --config {tmp_path}/d/x.yaml --resume\n"
     assert bash("worker.sh", "train", "--config", "x").returncode == 2  # no run directory
-    assert bash("worker.sh", "eval").returncode == 2
+    assert bash("worker.sh", "export").returncode == 2
 
 
 def programs(folder, **texts):
@@ -293,7 +306,7 @@ def test_xpk_hands_its_flags_on():
     )
     assert done.stdout.startswith("xpk workload create --cluster c --workload w --docker-image i --max-restarts 10 ")
     assert done.stdout.rstrip().endswith(r"--command exec\ bash\ launch/worker.sh\ train\ --run-dir\ gs://b/a")
-    assert bash("xpk.sh", "--cluster", "c", "--", "eval").returncode == 2
+    assert bash("xpk.sh", "--cluster", "c", "--", "export").returncode == 2
 
 
 def test_jobset_has_what_a_slice_needs():

@@ -1,7 +1,9 @@
 """Real processes started by launch/local.py: GRPO as on one process, a process that is killed, SIGTERM, a continued run
 on other numbers of processes, faults of one host. Minutes: a machine of two cores runs four processes."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,6 +208,26 @@ def test_a_slow_host_is_named_and_a_full_disk_ends_the_job(base, compile_cache, 
     assert "waiting for process 1 for" in said  # the slow one
     assert "trace-jax: process 1 failed: cannot write" in said and "no space left on device" in said
     assert reached(run, "grpo", 2) or reached(run, "grpo", 1)
+
+
+def test_evaluation_on_two_processes(base, compile_cache, tmp_path):
+    """The same trajectories and figures as on one; what only one process can do is refused with a line."""
+    both, said = {}, {}
+    for count in (1, 2):
+        run, log = tmp_path / f"run{count}", tmp_path / f"log{count}"
+        shutil.copytree(base, run)
+        words = ["eval", "--run-dir", run, "--agent", "sft", "--evaluation.samples", "2", "--json"]
+        job = launch(compile_cache, log, count, 2 // count, *words)
+        assert job.wait() == 0, log.read_text()[-4000:]
+        (said[count],) = [line for line in log.read_text().splitlines() if line.startswith("{")]
+        (file,) = (run / "trajectories" / "other").glob("*.parquet")
+        both[count] = read_parquet(file)
+    assert json.loads(said[1]) == json.loads(said[2])
+    for a, b in zip(both[1], both[2], strict=True):
+        assert np.array_equal(a.ids, b.ids) and (a.task_index, a.sample) == (b.task_index, b.sample)
+    log = tmp_path / "log"
+    job = launch(compile_cache, log, 2, 1, "eval", "--run-dir", base, "--agent", "solver")
+    assert job.wait() == 2 and "not solver: start the command once" in log.read_text()
 
 
 def test_the_whole_recipe_on_two_processes(compile_cache, tmp_path):

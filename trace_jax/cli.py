@@ -62,10 +62,12 @@ def _run(argv: Sequence[str]) -> int:
         return 2
     overrides += _short(args, overrides)
     args.overrides = overrides
+    if args.command not in (*TRAINING, "eval"):
+        distributed.refuse_several(args.command)
     config = None if args.command == "import" else _config(args, overrides)  # of the checkpoint, too: the recipe's work
     if args.command in ADS_ONLY:
         require_environment(config, "ads", args.command)
-    if args.command in TRAINING:
+    if args.command in (*TRAINING, "eval"):
         distributed.join()
     result = dry_run(args, config) if getattr(args, "dry_run", False) else COMMANDS[args.command](args, config)
     if args.json and distributed.leads():

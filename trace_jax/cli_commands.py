@@ -76,6 +76,8 @@ def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
     from trace_jax.recipes import assess, compare
 
     if args.compare:
+        if distributed.several():
+            raise ConfigError("--compare reads results, which one process does: start it once")
         return compare.command(tuple(args.compare), args.run_dir, config.evaluation, config.seed)
     return assess.command(args.run_dir, config, agent=args.agent, split=args.split)
 

@@ -16,10 +16,9 @@ from trace_jax.evaluation import identity, store, table
 from trace_jax.evaluation.baselines import evaluate_agent
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
 from trace_jax.learner import multihost
-from trace_jax.recipes import processes, prompted
+from trace_jax.recipes import distributed, processes, prompted
 from trace_jax.recipes.domain import SCRIPTED, check_agent, domain_of
 from trace_jax.recipes.interrupt import Interrupt
-from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, stored_config, writing
 from trace_jax.recipes.workspace import Workspace, on_this_machine
 from trace_jax.rollout.collect_stats import CollectStats
@@ -53,6 +52,8 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
     elif config.endpoint.url or config.endpoint.model:
         raise ConfigError("--endpoint and --model are of `eval --agent endpoint`: add that, or leave them out")
     check_agent(config, agent)
+    if distributed.several() and (run_dir is None or agent not in ("untrained", "sft", "grpo", "best", "latest")):
+        raise ConfigError(f"several processes score a policy of a run together, not {agent}: start the command once")
     with tempfile.TemporaryDirectory() as scratch:
         if run_dir is None:
             run, changed = RunDirectory.create(Path(scratch) / "run", config), []
@@ -64,16 +65,17 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
             _check_changes(stored, config, changed, split)
             if "evaluation.rules" in changed and agent not in domain_of(config).rivals:
                 raise ConfigError(f"`evaluation.rules` has no part in what {agent} does: leave it out")
-            run = RunDirectory.open(run_dir)
+            run = processes.open_run(run_dir, config, RunDirectory.open, new=False)
             run.config = prompted.worded(config) if agent == prompted.AGENT else on_this_machine(config)
         with run, Interrupt() as interrupt:
-            work = Workspace(run, Progress(), interrupt)
+            work = Workspace(run, processes.progress(run), interrupt)
             agent = work.latest_stage() if agent == "latest" else agent
             known = prompted.name_of(config) if agent == prompted.AGENT else agent
             name = name_of(known, split, {field: get(config, field) for field in changed})
             result = _score(work, agent, split, name)
-            show(run.path, {name.removeprefix(OTHER): result})
-            print(identity.line(result["benchmark"]))
+            if distributed.leads():
+                show(run.path, {name.removeprefix(OTHER): result})
+                print(identity.line(result["benchmark"]))
     return result
 
 

@@ -1,7 +1,7 @@
 """Several JAX processes as one job: how they find each other, and how they end together.
 
-A training command that a launcher started several times joins the others here, before any device is used. What says
-that there are several, in this order:
+A training command, or an evaluation, that a launcher started several times joins the others here, before any device is
+used; other commands refuse to be several. What says that there are several, in this order:
 
     TRACE_JAX_DISTRIBUTED=0       nothing: this process works alone
     TRACE_JAX_PROCESSES, TRACE_JAX_PROCESS, TRACE_JAX_COORDINATOR
@@ -147,6 +147,19 @@ def leads() -> bool:
 
 _watch: _Watch | None = None
 _heard: int | None = None  # signal
+
+
+def refuse_several(command: str) -> None:
+    """For a command that one process does.
+
+    Raises:
+        ConfigError: the environment declares several, which would all do the same.
+    """
+    if (found := declared(os.environ)) is not None:
+        raise ConfigError(
+            f"`{command}` works in one process, and {found.by} declares several, which would all do the same: start it "
+            f"once, or set {SWITCH}=0"
+        )
 
 
 def join() -> None:
