@@ -45,7 +45,7 @@ signal_all() { everywhere "kill -$1 \$(cat ~/$pid) 2> /dev/null || true"; }
 start="cd ~/$(printf %q "$folder") && . .venv/bin/activate && echo \$\$ > ~/$pid && TRACE_JAX_DISTRIBUTED=1 exec bash launch/worker.sh$(printf ' %q' "$@")"
 
 asked=
-# shellcheck disable=SC2329 # the trap calls it
+# shellcheck disable=SC2317,SC2329 # the trap calls it
 forward() {
   asked=1
   signal_all TERM

@@ -309,17 +309,48 @@ def test_xpk_hands_its_flags_on():
     assert bash("xpk.sh", "--cluster", "c", "--", "export").returncode == 2
 
 
-def test_jobset_has_what_a_slice_needs():
+# Fields of a JobSet (v1alpha2) around the jobs in it, from its reference: https://jobset.sigs.k8s.io/docs/reference
+JOBSET = {
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {
+        *("replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend"),
+        *("coordinator", "managedBy", "ttlSecondsAfterFinished"),
+    },
+    "spec.network": {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"},
+    "spec.failurePolicy": {"maxRestarts", "restartStrategy", "rules"},
+    "spec.failurePolicy.rules.0": {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"},
+    "spec.replicatedJobs.0": {"name", "groupName", "template", "replicas", "dependsOn"},
+}
+
+
+def jobset():
     text = (LAUNCH / "gke_jobset.yaml").read_text()
-    for name, value in {
-        "NAME": "run-a",
-        "IMAGE": "registry/image:1",
-        "BUCKET": "bkt",
-        "CONFIG": "configs/x.yaml",
-    }.items():
+    values = {"NAME": "run-a", "IMAGE": "registry/image:1", "BUCKET": "bkt", "CONFIG": "configs/x.yaml"}
+    for name, value in values.items():
         text = text.replace(f"${{{name}}}", value)
-    (job,) = list(yaml.safe_load_all(text))
     assert "${" not in text.split("apiVersion")[1]
+    (job,) = list(yaml.safe_load_all(text))
+    return job
+
+
+def test_jobset_is_valid():
+    """Every field exists where it stands; the jobs are valid for Kubernetes itself."""
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is in the extra `dev`")
+    job = jobset()
+    for place, known in JOBSET.items():
+        node = job
+        for key in filter(None, place.split(".")):
+            node = node[int(key) if key.isdigit() else key]
+        assert set(node) <= known, place
+    template = {"apiVersion": "batch/v1", "kind": "Job", **job["spec"]["replicatedJobs"][0]["template"]}
+    kubernetes.validate(template, "1.31", strict=True)
+    template["spec"]["template"]["spec"]["restartPolicies"] = "Never"
+    with pytest.raises(kubernetes.ValidationError, match="restartPolicies"):
+        kubernetes.validate(template, "1.31", strict=True)
+
+
+def test_jobset_has_what_a_slice_needs():
+    job = jobset()
     assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert job["spec"]["failurePolicy"]["maxRestarts"] > 0
     (replicated,) = job["spec"]["replicatedJobs"]
