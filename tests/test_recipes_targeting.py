@@ -1,12 +1,13 @@
 """`trace-jax reproduce capability-targeting`: the table against arithmetic done by hand, refusals, one small study."""
 
 import json
+import time
 
 import pytest
 from recipes_helpers import compile_cache, finished_smoke, smoke
 
 from trace_jax import cli
-from trace_jax.recipes import contrast, in_worlds, targeting, worlds
+from trace_jax.recipes import contrast, in_worlds, stage_costs, targeting, worlds
 
 __all__ = ["compile_cache", "finished_smoke", "smoke"]  # fixtures
 
@@ -47,6 +48,20 @@ def test_the_table_is_that_of_the_seeds():
     assert "| routed | 0.530 (+3.0) | 0.470 (-3.0) |" in text and "abstaining@2" in text
 
 
+def test_costs_add_up_over_interruptions(tmp_path):
+    costs = stage_costs.StageCosts(tmp_path / "study")
+    with pytest.raises(KeyboardInterrupt), costs.timed("worlds"):
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+    costs = stage_costs.StageCosts(tmp_path / "study")
+    with costs.timed("worlds"):
+        time.sleep(0.05)
+    costs.played("worlds", 1600)
+    found = costs.result()["worlds"]
+    assert found["seconds"] >= 0.1 and found["rollouts"] == 1600
+    assert "| worlds | 1,600 | 0 |" in stage_costs.markdown(costs.result())
+
+
 @pytest.mark.parametrize(
     "words, says",
     [
@@ -72,9 +87,9 @@ def test_sizes_of_worlds_are_of_this_study(tmp_path, capsys):
 def test_a_study(smoke, tmp_path, capsys, monkeypatch):
     """Adapters of both worlds, mix and target with as many steps as both; repeated without training or playing."""
     names = ["abstaining", "drill_down"]
-    monkeypatch.setattr(contrast, "command", lambda *_, **__: {"kept": names})
+    monkeypatch.setattr(contrast, "command", lambda *_, **__: {"kept": names, "attempts": 8})
     found = {n: {"accepted": True, "level": 0.0, "tries": []} for n in names}
-    monkeypatch.setattr(worlds, "command", lambda *_, **__: {"settings": {}, "worlds": found})
+    monkeypatch.setattr(worlds, "command", lambda *_, **__: {"settings": {"seeds": 4, "rollouts": 2}, "worlds": found})
     monkeypatch.setattr(in_worlds.command, "__kwdefaults__", {"episodes": 4, "samples": 2})
     out = tmp_path / "study"
     words = ["reproduce", "capability-targeting", "--init", str(smoke[0]), "--out", str(out), "--seeds", "3", "4"]
@@ -89,6 +104,11 @@ def test_a_study(smoke, tmp_path, capsys, monkeypatch):
         assert run["steps"] == {**dict.fromkeys(names, 1), "mix": 2, "target": 2}
         assert all(n >= 4 * run["steps"][k] for k, n in run["rollouts"].items())  # more where groups were drawn again
     monkeypatch.setattr(in_worlds, "_play", None)
-    before = (out / "table.json").read_text()
-    assert cli.main(words) == 0 and (out / "table.json").read_text() == before
+    stages = told.pop("costs")
+    assert stages["contrast"]["rollouts"] == 8 and stages["worlds"]["rollouts"] == 0
+    for seed in ("3", "4"):
+        assert stages[f"seed {seed}: adapters"]["rollouts"] == sum(told["runs"][seed]["rollouts"].values())
+    assert cli.main(words) == 0
+    again = json.loads((out / "table.json").read_text())
+    assert all(cost["seconds"] >= stages[n]["seconds"] for n, cost in again.pop("costs").items()) and again == told
     assert cli.main([*words, "--grpo.prompts", "3"]) == 2 and "is a study with other fields" in capsys.readouterr().err

@@ -7,17 +7,23 @@ goes on with the same command.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from trace_jax import config_io
-from trace_jax.recipes import adapters, contrast, routing, worlds
+from trace_jax.recipes import adapters, contrast, routing, stage_costs, worlds
 from trace_jax.recipes.rundir import refuse_changes, stored_config, write_text
+from trace_jax.recipes.stage_costs import StageCosts
 
 CONTRASTED = ("capability.", "evaluation.", "data.validation")
 COMPARED = ("evaluation.", "data.test")
+PLAYED: dict[str, Callable[[dict[str, Any]], int | None]] = {  # trajectories that a stage sampled
+    "contrast": lambda found: found["attempts"],
+    "worlds": worlds.rollouts,
+    "train": lambda found: sum(a["rollouts"] for a in found["adapters"].values()),
+    "eval": lambda found: sum(s["extra"]["episodes"] * s["extra"]["samples"] for s in found.values()),
+}
 
 
 def command(
@@ -35,7 +41,7 @@ def command(
         seeds, rollouts: of each try of a world, see `worlds.command`.
 
     Returns:
-        What each stage returns, by its name, and `seconds` of each in this process.
+        What each stage returns, by its name, and `costs` of each, see `stage_costs`.
 
     Raises:
         ConfigError: a stage refuses, or nothing is left to do: no capability was kept, no world accepted.
@@ -57,12 +63,16 @@ def command(
         ),
         "eval": lambda: routing.evaluate(run_dir, with_(COMPARED), split="test"),
     }
-    result: dict[str, Any] = {"seconds": {}}
+    result: dict[str, Any] = {}
+    costs = StageCosts(run_dir / "capability")
     for name, stage in stages.items():
         print(f"capability {name}", flush=True)
-        begun = time.monotonic()
-        result[name] = stage()
-        result["seconds"][name] = time.monotonic() - begun
+        with costs.timed(name):
+            result[name] = stage()
+        if (played := PLAYED[name](result[name])) is not None:
+            costs.played(name, played)
+    result["costs"] = costs.result()
+    print(stage_costs.markdown(result["costs"]), end="")
     write_text(run_dir / "capability" / "run.json", json.dumps(result, indent=1) + "\n")
     return result
 

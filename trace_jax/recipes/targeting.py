@@ -16,10 +16,11 @@ from typing import Any
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import require_environment
-from trace_jax.recipes import adapters, contrast, in_worlds, reproduce, routing, worlds
+from trace_jax.recipes import adapters, contrast, in_worlds, reproduce, routing, stage_costs, worlds
 from trace_jax.recipes.adapters import MIX, TARGET
 from trace_jax.recipes.reproduce_table import interval
 from trace_jax.recipes.rundir import stored_config, write_text
+from trace_jax.recipes.stage_costs import StageCosts
 from trace_jax.recipes.studies import TARGETING as NAME
 
 SEEDS = (0, 1, 2)
@@ -66,20 +67,32 @@ def command(
     _same(out, source, steps, overrides)
     reproduce.keep_programs(out)
     labelled = config_io.override(stored, [(n, v) for n, v in overrides if n.startswith("capability.")])
-    found = contrast.command(source, labelled, stage="sft", out=out / "contrast")
+    costs = StageCosts(out)
+    with costs.timed("contrast"):
+        found = contrast.command(source, labelled, stage="sft", out=out / "contrast")
+    costs.played("contrast", found["attempts"])
     if not found["kept"]:
         raise ConfigError(f"{out / 'contrast'} kept no capability: this policy lacks nothing that could be targeted")
-    searched = worlds.command(source, stored, names=found["kept"], seeds=size[0], rollouts=size[1], out=out)
+    with costs.timed("worlds"):
+        searched = worlds.command(source, stored, names=found["kept"], seeds=size[0], rollouts=size[1], out=out)
+    costs.played("worlds", worlds.rollouts(searched))
     accepted = {n: w["level"] for n, w in searched["worlds"].items() if w["accepted"]}
     result: dict[str, Any] = {"study": NAME, "steps": steps, "kept": found["kept"], "worlds": accepted, "runs": {}}
     for number, seed in enumerate(seeds):
         print(f"{NAME}, seed {seed} ({number + 1} of {len(seeds)})", flush=True)
         folder = out / f"seed-{seed}"
         write_text(folder / worlds.FILE, json.dumps(searched, indent=1) + "\n")
-        trained = _train(source, stored, overrides, list(accepted), seed, steps, folder)
+        with costs.timed(f"seed {seed}: adapters"):
+            trained = _train(source, stored, overrides, list(accepted), seed, steps, folder)
+        costs.played(f"seed {seed}: adapters", sum(a["rollouts"] for a in trained.values()))
         scored = config_io.override(stored, [(n, v) for n, v in overrides if n.startswith("evaluation.")])
-        summaries = routing.evaluate(source, scored, split="test", out=folder)
-        inside = in_worlds.command(source, stored, accepted, out=folder)
+        with costs.timed(f"seed {seed}: routing and held-out episodes"):
+            summaries = routing.evaluate(source, scored, split="test", out=folder)
+        answers = sum(s["extra"]["episodes"] * s["extra"]["samples"] for s in summaries.values())
+        costs.played(f"seed {seed}: routing and held-out episodes", answers)
+        with costs.timed(f"seed {seed}: episodes of the worlds"):
+            inside = in_worlds.command(source, stored, accepted, out=folder)
+        result["costs"] = costs.result()
         result["runs"][seed] = _figures(summaries, inside, trained, folder)
         # after every seed: the table can be read before it is whole
         result["summary"] = summary(result["runs"])
@@ -198,4 +211,6 @@ def markdown(result: Mapping[str, Any]) -> str:
             f"{n} {run['rollouts'][n]} rollouts in {run['seconds'][n] or 0:.0f} s" for n in run["rollouts"]
         )
         lines.append(f"Seed {seed}: routing is the oracle's in {agreement:.0%}, by chance in {chance:.0%}; {cost}.\n")
+    if result.get("costs"):
+        lines.append(stage_costs.markdown(result["costs"]))
     return "\n".join(lines)

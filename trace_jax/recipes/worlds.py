@@ -190,6 +190,12 @@ def of_world(config: RunConfig, name: str, level: float) -> RunConfig:
     return config.replace(environment=dataclasses.replace(config.environment, worlds=(f"{name}@{level:g}",)))
 
 
+def rollouts(result: dict[str, Any]) -> int:
+    """How many trajectories the tries of `worlds.json` sampled: none where the simulator refused the level."""
+    tried = sum("success" in t for w in result["worlds"].values() for t in w["tries"])
+    return tried * result["settings"]["seeds"] * result["settings"]["rollouts"]
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The table for people: every try."""
     lines = ["| world | level | reward | success | std | all succeed | all zero | |", "|---" * 8 + "|"]
