@@ -8,7 +8,7 @@ from recipes_helpers import CONFIG, compile_cache
 
 from trace_jax import cli, config_io
 from trace_jax.config import ConfigError, RolloutConfig, RunConfig
-from trace_jax.environments.ads import analyst
+from trace_jax.environments.ads import analyst, queries
 from trace_jax.environments.ads.capabilities import CAPABILITIES
 from trace_jax.environments.base import Observation, Transcript
 from trace_jax.recipes import domain, planted, teacher
@@ -70,11 +70,28 @@ def test_a_lesson_is_cut_off_where_a_policy_would_be():
         assert len(cut.ids) == len(cut.loss_mask) == len(cut.turn_index) == length and cut.loss_mask[-1]
 
 
+def test_a_teacher_searches_in_the_ways_it_is_given():
+    """Of two ways each is taken as often as it is among all three; alone it is taken always, also by the lessons."""
+    drawn = [analyst.Habits.draw(np.random.default_rng(i), ("drill", "shallow")).search for i in range(2000)]
+    assert set(drawn) == {"drill", "shallow"} and np.mean([d == "drill" for d in drawn]) == pytest.approx(0.6, abs=0.04)
+    scans = {f'sql("""{queries.scan(n)}""")' for n in (2, 3)}
+    for searches, share in (("[scan]", 1.0), ("[drill, shallow]", 0.0), ("[scan, drill, shallow]", 0.5)):
+        config = config_io.load(None, [("sft.searches", searches)])
+        found = []
+        for seed in range(200):
+            episode = Told()
+            domain._analyst_lesson(episode, None, np.random.default_rng(seed), config)
+            found.append(bool(scans & set(episode.asked)))
+        assert np.mean(found) == pytest.approx(share, abs=0.12 * (0 < share < 1))
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ([("sft.without", "[segments]")], "`sft.without` has `segments`"),
         ([("sft.without", "[campaign, mix, segment_1d, segment_2d, no_signal]")], "leaves no type of lesson"),
+        ([("sft.searches", "[scan, deep]")], "`sft.searches` has `deep`"),
+        ([("sft.searches", "[]")], "no way to search"),
         ([("sft.without", "[mix]"), ("environment.name", "search")], "`sft.without` belongs to `environment.name` ads"),
     ],
 )

@@ -204,6 +204,8 @@ class SFTConfig:
     # Ablations of the advertising teacher: episode types that it gives no lessons of ("segment_2d", "no_signal", ...);
     # "stopping": it goes on asking after it has decided
     without: tuple[str, ...] = ()
+    # How the advertising teacher searches slices: all attributes and pairs at once, one and then two, one only
+    searches: tuple[str, ...] = ("scan", "drill", "shallow")
     teacher_workers: int = 2  # processes that run the analyst
     save_every: int = 50
 

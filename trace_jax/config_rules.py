@@ -44,7 +44,7 @@ ONLY_OF: dict[str, tuple[str, ...]] = {
         "data.curriculum",
         *(f"environment.{name}" for name in ("tool_seconds", "memory_limit_mb", "reward_attr", "reward_full")),
         "grpo.no_signal_share",
-        "sft.without",
+        *("sft.without", "sft.searches"),
         *("environment.worlds", "grpo.hints"),
     ),
     "search": ("search",),
@@ -53,6 +53,7 @@ ONLY_OF: dict[str, tuple[str, ...]] = {
 # What `sft.without` may leave out: lessons of an episode type, or a habit of the teacher.
 LESSONS = ("campaign", "mix", "segment_1d", "segment_2d", "no_signal")
 WITHOUT = (*LESSONS, "stopping")
+SEARCHES = ("scan", "drill", "shallow")  # of the teacher, see `sft.searches`
 
 # Worlds of capabilities, and how far their difficulty goes either way: six levels are an eighth of the effects.
 WORLDS = (
@@ -334,6 +335,11 @@ def _combinations(c: RunConfig) -> None:
     )
     for name in c.sft.without:
         _refuse(name not in WITHOUT, f"`sft.without` has `{shown(name)}`: choose from {', '.join(WITHOUT)}")
+    for name in c.sft.searches:
+        _refuse(name not in SEARCHES, f"`sft.searches` has `{shown(name)}`: choose from {', '.join(SEARCHES)}")
+    _refuse(
+        not c.sft.searches, f"`sft.searches` leaves the teacher no way to search: name one of {', '.join(SEARCHES)}"
+    )
     _refuse(set(LESSONS) <= set(c.sft.without), "`sft.without` leaves no type of lesson: leave one out of it")
     stages = max(len(c.data.curriculum), 1)
     _refuse(

@@ -154,7 +154,7 @@ def _analyst(episode: Episode, task: Task, rng: np.random.Generator, config: Run
 
 
 def _analyst_lesson(episode: Episode, task: Task, rng: np.random.Generator, config: RunConfig) -> Transcript:
-    found = _analyst(episode, task, rng, config)
+    found = analyst.investigate(episode, task, rng, config.environment.prompt, config.sft.searches)
     if "stopping" not in config.sft.without:
         return found
     return analyst.keep_asking(episode, found, rng, config.rollout.max_turns)

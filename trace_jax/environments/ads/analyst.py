@@ -8,6 +8,7 @@ out. Order, depth and phrasing vary with `rng`, so its transcripts are not one t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,8 @@ CLEAR = 7  # beyond which nothing else needs to be looked at
 COMPANION = 3  # for a change that only has to agree with a strong one
 GO_ON = 0.75  # chance of one more call of a teacher that lacks the stop rule
 
+SEARCHES = {"scan": 0.5, "drill": 0.3, "shallow": 0.2}  # ways to search slices, and how often each is taken
+
 _ATTRIBUTE_OF = {value: a for a in DRIVER_ATTRIBUTES for value in ATTRIBUTES[a]}
 _DRIVERS = {c.name: c.drivers for c in CAUSES}
 
@@ -39,10 +42,12 @@ class Habits:
     limit: int  # rows asked for
 
     @staticmethod
-    def draw(rng: np.random.Generator) -> Habits:
+    def draw(rng: np.random.Generator, searches: Sequence[str] = tuple(SEARCHES)) -> Habits:
+        """New habits; of `searches` alone, as often as they are taken among all of them."""
+        chances = np.array([SEARCHES[name] for name in searches])
         return Habits(
             slices_first=bool(rng.random() < 0.25),
-            search=str(rng.choice(["scan", "drill", "shallow"], p=[0.5, 0.3, 0.2])),
+            search=str(rng.choice(list(searches), p=chances / chances.sum())),
             thorough=bool(rng.random() < 0.2),
             double_check=bool(rng.random() < 0.1),
             limit=int(rng.choice([2, 3])),
@@ -198,7 +203,9 @@ _EXPLANATIONS = {
 }
 
 
-def investigate(episode: Episode, task: Task, rng: np.random.Generator, style: str) -> Transcript:
+def investigate(
+    episode: Episode, task: Task, rng: np.random.Generator, style: str, searches: Sequence[str] = tuple(SEARCHES)
+) -> Transcript:
     """Investigate one episode through its tool.
 
     Args:
@@ -206,9 +213,10 @@ def investigate(episode: Episode, task: Task, rng: np.random.Generator, style: s
         task: the question (its labels and gold answer are not read).
         rng: decides order, depth and phrasing.
         style: prompt style, "compact" or "full".
+        searches: ways to search slices, of `SEARCHES`.
     """
     del task  # everything that decides comes from the tables
-    case = _Case(episode, Habits.draw(rng))
+    case = _Case(episode, Habits.draw(rng, searches))
     cause, driver, evidence = _decide(case)
     if case.habits.double_check and driver:
         where = " and ".join(f"{attribute} = '{value}'" for attribute, value in driver)
