@@ -39,12 +39,12 @@ CONFIG = dataclasses.replace(CONFIG, slots=16)
 POLICY = dataclasses.replace(POLICY, layers=1)  # compiles in half the time, and every layer is placed alike
 
 
-def engine_on(model, devices, mesh_config, params):
+def engine_on(model, devices, mesh_config, params, config=CONFIG):
     """An engine on a mesh that was given its parameters by a learner on that mesh."""
     axes = logical_axes(model)
     mesh = sharding.make_mesh(mesh_config, jax.devices()[:devices])
     engine = Engine(
-        model, CONFIG, STOP, mesh=mesh, specs=lambda m: sharding.shardings(nnx.state(model, nnx.Param), axes, m)
+        model, config, STOP, mesh=mesh, specs=lambda m: sharding.shardings(nnx.state(model, nnx.Param), axes, m)
     )
     placed = sharding.place(params, sharding.shardings(params, axes, mesh))
     engine.set_params(placed, 3)
@@ -80,6 +80,15 @@ def main():
             out[f"{name}/heads"] = sorted({tuple(x.addressable_shards[0].data.shape)[1] for c in cache for x in c.k})
             out[f"{name}/devices"] = len({d for c in cache for x in c.k for d in x.sharding.device_set})
             assert {turn.version for life in lives for turn in life.turns} == {3}
+        # in 8 bits: rounded where the learner has them, then gathered
+        rounded = dataclasses.replace(CONFIG, weights="int8")
+        alone = Engine(model, rounded, STOP, lanes=1)
+        alone.set_params(other, 3)
+        out["int8 one"] = summary(live(alone, prompts[:8], range(8), turns=1))
+        engine = engine_on(model, 4, MESHES["fsdp2 tensor2"][1], other, rounded)
+        out["int8"] = summary(live(engine, prompts[:8], range(8), turns=1))
+        held = [x for x in jax.tree.leaves(engine._lanes[0].weights[0]) if x.dtype == "int8"]
+        out["int8/shapes"] = sorted({(x.shape, x.sharding.shard_shape(x.shape)) for x in held})
     if len(sys.argv) > 1:
         jax.distributed.shutdown()
     print(json.dumps(out, default=np.ndarray.tolist))

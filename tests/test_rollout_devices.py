@@ -46,6 +46,14 @@ def test_sharded_equals_single(single_process):
         assert single_process[f"{name}/heads"] == ([1] if "tensor2" in name else [2])
 
 
+def test_rounded_matrices_on_a_mesh(single_process):
+    """Rounded where they are sharded and gathered as bytes: as on one device; each device of a lane has its heads."""
+    assert_same(single_process["int8"], single_process["int8 one"])
+    assert single_process["int8 one"] != single_process["one"]
+    shapes = single_process["int8/shapes"]
+    assert shapes and all(np.prod(whole) == 2 * np.prod(mine) for whole, mine in shapes)
+
+
 def test_two_processes_sample_their_shares(single_process):
     """Two processes with four devices each on one mesh: each samples with its own devices; together as one device."""
     with socket.socket() as free:

@@ -157,6 +157,9 @@ class RolloutConfig:
     slots: int = 256  # trajectories in flight, each with its place in the key/value cache
     decode_steps: int = 16  # tokens a row may be sampled before the host looks for rows that have stopped
     cache_dtype: str = "float32"
+    # How the sampler holds matrices of layers: "compute", in `policy.dtype` | "int8", half of the memory of bfloat16;
+    # what is sampled from then differs a little from what is trained (see `grpo.correction`)
+    weights: str = "compute"
     replay_routes: bool = False  # the learner uses the experts that the sampler chose (mixture-of-experts policies)
     stale_cache: str = "refill"  # new parameters in mid-trajectory: "refill" its cache at its next turn | "keep" it
     # Threads. Several of a group may wait for one that asks the same, hence more than cores; the queries themselves run

@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "environment.prompt": ("compact", "full"),
     **config_rules_policy.CHOICES,
     "rollout.cache_dtype": ("float32", "bfloat16"),
+    "rollout.weights": ("compute", "int8"),
     "rollout.stale_cache": ("refill", "keep"),
     "sft.optimizer.schedule": ("constant", "cosine"),
     "grpo.optimizer.schedule": ("constant", "cosine"),

@@ -26,6 +26,7 @@ from jaxtyping import Int
 from trace_jax.config import ConfigError, RolloutConfig
 from trace_jax.config_rules_policy import DELTA, mixers
 from trace_jax.policy.cache import default_block
+from trace_jax.policy.quantised import layout_in_use
 from trace_jax.policy.transformer import Transformer
 from trace_jax.rollout.generator import Deliver
 from trace_jax.rollout.lane import Lane, LaneStats
@@ -116,8 +117,9 @@ class Engine:
         shapes = chunks()
         layout, around = (None if mesh is None or f is None else f(mesh) for f in (specs, frozen_specs))
         alone = mesh is None
-        places = [Place(jax.local_devices()[0])] if alone else lane_places(mesh, layout, model.cfg.kv_heads, around)
-        self._weights = Weights(mesh, layout, policy.dtype)
+        held = [layout_in_use(x, config.weights) for x in (layout, around)]
+        places = [Place(jax.local_devices()[0])] if alone else lane_places(mesh, held[0], policy.kv_heads, held[1])
+        self._weights = Weights(mesh, layout, policy.dtype, config.weights if frozen is None else "compute")
         if len(places) == 1 and places[0].heads is None:
             places *= max(1, min(_default_lanes() if lanes is None else lanes, config.slots))
         shares = [len(part) for part in np.array_split(np.arange(config.slots), min(len(places), config.slots))]
@@ -148,7 +150,7 @@ class Engine:
         self._frozen: list[Any] | None = None
         if frozen is not None:
             held = [replace(lane.place, params=lane.place.frozen) for lane in self._lanes]
-            self._frozen = Weights(mesh, around).place(frozen, held, copy=False)
+            self._frozen = Weights(mesh, around, policy.dtype, config.weights).place(frozen, held, copy=False)
         elif all(isinstance(x, jax.Array) for x in jax.tree.leaves(params)):
             self.set_params(params, 0)
         self._swaps = 0

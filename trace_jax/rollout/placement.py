@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trace_jax.config import ConfigError
-from trace_jax.policy.parameters import cast_in_use
+from trace_jax.policy.quantised import in_use, layout_in_use
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,19 @@ def lane_places(
 class Weights:
     """Brings parameters onto the devices of lanes."""
 
-    def __init__(self, mesh: Mesh | None, layout: Any, dtype: str = "float32"):
+    def __init__(self, mesh: Mesh | None, layout: Any, dtype: str = "float32", weights: str = "compute"):
         """
         Args:
+          layout: sharding of every parameter on the mesh.
           dtype: that matrices are used in: what is gathered is gathered in it.
+          weights: `rollout.weights`.
         """
         self._mesh = mesh
-        gathered = jax.tree.map(lambda s: NamedSharding(mesh, _without_rows(s.spec)), layout)
-        self._gather = None if layout is None else jax.jit(partial(cast_in_use, dtype=dtype), out_shardings=gathered)
+        held = partial(in_use, dtype=dtype, weights=weights)
+        self._round = jax.jit(held) if weights == "int8" else None
+        wanted = layout_in_use(layout, weights)
+        gathered = jax.tree.map(lambda s: NamedSharding(mesh, _without_rows(s.spec)), wanted)
+        self._gather = None if layout is None else jax.jit(partial(held, layout=layout), out_shardings=gathered)
 
     def place(self, params: Any, places: Sequence[Place], copy: bool) -> list[Any]:
         """The parameters on the devices of each place.
@@ -103,6 +108,8 @@ class Weights:
             params = self._gather(params)
         else:
             on_mesh = False
+            if self._round is not None:
+                params, copy = self._round(params), False
         done: dict[int, Any] = {}
         for place in places:
             if id(place) in done:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax.config import ConfigError
-from trace_jax.policy.parameters import cast_in_use
+from trace_jax.policy.quantised import in_use
 from trace_jax.recipes.ahead.programs import BLOCK, Job, bytes_of
 from trace_jax.rollout.programs import cache_like
 
@@ -60,9 +60,12 @@ def _lane(job: Job) -> dict[str, int]:
         return bytes_of(jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, where))
 
     shared = job.mesh is job.sampling_mesh and job.mesh.size == 1  # reads the learner's
-    parameters = 0 if shared else size(cast_in_use(like, config.policy.dtype), place.params)
+    dtype, weights = config.policy.dtype, config.rollout.weights
+    shared = shared and weights == "compute"
+    parameters = 0 if shared else size(in_use(like, dtype, weights), place.params)
     if config.lora.rank:
         base = job.base(job.mesh)
+        base = in_use(base, dtype, weights) if job.mesh.size > 1 or weights == "int8" else base
         parameters += size(base, None if place.frozen is None else place.frozen.base)
     rollout = config.rollout
     cache = cache_like(config.policy, job.slots, rollout.context, rollout.cache_dtype, place.heads, whole, BLOCK)

@@ -24,7 +24,7 @@ from trace_jax.learner.objectives import grpo_objective
 from trace_jax.learner.roles import role_meshes
 from trace_jax.learner.step import Learner, transformer_logprobs
 from trace_jax.policy import lora
-from trace_jax.policy.parameters import cast_in_use
+from trace_jax.policy.quantised import in_use, layout_in_use
 from trace_jax.policy.transformer import Transformer, logical_axes
 from trace_jax.recipes.ahead.topology import Topology
 from trace_jax.rollout.placement import Place, lane_places
@@ -214,6 +214,7 @@ class Job:
             base = nnx.state(model, nnx.Param)
             around = lora.Frozen(sharding.shardings(base, logical_axes(model), self.sampling_mesh), whole)
         layout = sharding.shardings(like, axes, self.sampling_mesh)
+        layout, around = (layout_in_use(x, self.config.rollout.weights) for x in (layout, around))
         return lane_places(self.sampling_mesh, layout, self.config.policy.kv_heads, around, self.topology.host_of)[0]
 
     def _sampling(self, depth: int) -> list[Program]:
@@ -232,10 +233,11 @@ class Job:
                 jax.tree.map(lambda _: whole, tree) if where is None else where,
             )
 
-        params = here(cast_in_use(like, config.policy.dtype), place.params)
+        dtype, weights = config.policy.dtype, rollout.weights
+        params = here(in_use(like, dtype, weights), place.params)
         if config.lora.rank:
             frozen = lora.Frozen(nnx.state(model, nnx.Param), jax.ShapeDtypeStruct((1,), jnp.float32))
-            params = (params, here(frozen, place.frozen))
+            params = (params, here(in_use(frozen, dtype, weights), place.frozen))
         cache = cache_like(config.policy, self.slots, rollout.context, rollout.cache_dtype, place.heads, whole, BLOCK)
         sampling = Sampling.of(rollout)
         programs = Programs(
