@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from trace_jax import config_io
-from trace_jax.config import ConfigError, RunConfig
+from trace_jax.config import ConfigError, RunConfig, SFTConfig
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.pool import ProcessPool, WorkerDied, wait
 from trace_jax.recipes.progress import Progress
@@ -60,6 +60,18 @@ def test_metrics_are_cut_at_the_checkpointed_step(tmp_path):
             file.write('{"stage": "grpo", "st')  # a crash in the middle of a line
         run.truncate("sft", 2)  # the other stages keep theirs, and half a line is nothing to warn about
         assert [(r["stage"], r["step"]) for r in records(run)] == [("sft", 1), ("sft", 2), ("grpo", 1), ("grpo", 2)]
+
+
+def test_runs_of_earlier_versions_are_read(tmp_path):
+    """A configuration that an earlier version wrote: fields that came later have their defaults, so that each new one
+    has to be in `rundir.ADDED`; one that was always there is missed."""
+    text = (Path(__file__).parent / "golden" / "run_config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(text)
+    found = stored_config(tmp_path)
+    assert found.policy.width == 128 and found.sft.trajectories == 2400 and found.sft.searches == SFTConfig().searches
+    (tmp_path / "config.yaml").write_text(text.replace("  max_turns: 8\n", "", 1))
+    with pytest.raises(ConfigError, match="`rollout.max_turns` is missing"):
+        stored_config(tmp_path)
 
 
 def test_damaged_records_are_left_out_with_a_warning(tmp_path):
