@@ -18,6 +18,7 @@ from rich.console import Console
 
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig, SFTConfig
+from trace_jax.recipes import teacher
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.pool import ProcessPool, WorkerDied, wait
 from trace_jax.recipes.progress import Progress
@@ -60,6 +61,39 @@ def test_metrics_are_cut_at_the_checkpointed_step(tmp_path):
             file.write('{"stage": "grpo", "st')  # a crash in the middle of a line
         run.truncate("sft", 2)  # the other stages keep theirs, and half a line is nothing to warn about
         assert [(r["stage"], r["step"]) for r in records(run)] == [("sft", 1), ("sft", 2), ("grpo", 1), ("grpo", 2)]
+
+
+def test_a_pool_is_left_when_the_first_results_are_enough():
+    """The fewest results in order that will do, whatever else is done by then; nothing more is begun."""
+    with ProcessPool(2) as pool:
+        jobs = [pool.submit(divmod, n, 7) for n in range(200)]
+        found = wait(jobs, lambda: None, lambda _: None, lambda first: sum(q for q, _ in first) >= 3)
+        assert found == [divmod(n, 7) for n in range(10)]
+        assert wait(jobs[:3], lambda: None, lambda _: None) == [(0, 0), (0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("wanted", [1, 30, 31, 47, 90])
+def test_a_teacher_ends_with_its_last_lesson(wanted, tmp_path, monkeypatch):
+    """The lessons are the first ones that are right, whole chunks or not; tasks after them are not worked on."""
+
+    def tried(config, chunk, start, tasks):
+        return [
+            f"wrong {n}" if n % 4 == 0 else teacher.Lesson("", "", (), f"{chunk}-{n}", "mix")
+            for n in range(start, start + 8)
+        ]
+
+    monkeypatch.setattr(teacher, "_investigate", tried)
+    monkeypatch.setattr(teacher, "size_of_chunks", lambda config: 40)
+    monkeypatch.setattr(teacher._Chunks, "_slices", lambda self, chunk: [(start, None) for start in range(0, 40, 8)])
+    sizes = {"sft.trajectories": str(wanted), "sft.teacher_workers": "1"}
+    with RunDirectory.create(tmp_path / "run", config_io.load(None, sizes.items())) as run, Interrupt() as interrupt:
+        lessons = teacher.build(run, Progress(), interrupt)
+        worked_on = [sum(teacher._read(f)[1].values()) for f in sorted((run.path / "data" / "teacher").iterdir())]
+        assert teacher.build(run, Progress(), interrupt) == lessons
+    right = [f"{chunk}-{n}" for chunk in range(4) for n in range(40) if n % 4]
+    assert [lesson.answer for lesson in lessons] == right[:wanted]
+    whole, rest = divmod(wanted, 30)
+    assert worked_on == [40] * whole + ([8 * -(-rest // 6)] if rest else [])
 
 
 def test_runs_of_earlier_versions_are_read(tmp_path):

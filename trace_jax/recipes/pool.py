@@ -88,14 +88,30 @@ class ProcessPool:
 
 
 def wait(
-    jobs: Sequence[concurrent.futures.Future], check: Callable[[], None], on_progress: Callable[[int], None]
+    jobs: Sequence[concurrent.futures.Future],
+    check: Callable[[], None],
+    on_progress: Callable[[int], None],
+    enough: Callable[[Sequence[Any]], bool] = lambda _: False,
 ) -> list[Any]:
     """Results of the jobs in order.
 
     Several times a second meanwhile it calls `check`, which may raise, and `on_progress` with the number of jobs done.
+
+    Args:
+        enough: whether the results of the first jobs, in order, will do; the fewest that do are returned then, and jobs
+            that have not begun are cancelled.
     """
     pending: set[concurrent.futures.Future] = set(jobs)
-    while pending:
+    first: list[Any] = []
+    while True:
+        while len(first) < len(jobs) and (job := jobs[len(first)]).done() and not job.exception():
+            first.append(job.result())
+            if enough(first):
+                for other in pending:
+                    other.cancel()
+                return first
+        if len(first) == len(jobs):
+            return first
         check()
         on_progress(len(jobs) - len(pending))
         _, pending = concurrent.futures.wait(pending, POLL_SECONDS, concurrent.futures.FIRST_EXCEPTION)
@@ -103,4 +119,3 @@ def wait(
         if failed is not None:
             check()  # a signal to the whole process group is the reason rather than the failure
             raise failed.exception()
-    return [job.result() for job in jobs]

@@ -71,11 +71,12 @@ class _Chunks:
         self._config, self._size, self._pool, self._interrupt = config, size, pool, interrupt
         self._ahead: tuple[int, list[Future]] | None = None
 
-    def get(self, chunk: int, more: bool, on_progress: Callable[[int], None]) -> list[Lesson | str]:
-        """Outcomes of a chunk. May raise `Interrupted`.
+    def get(self, chunk: int, more: bool, wanted: int, on_progress: Callable[[int], None]) -> list[Lesson | str]:
+        """Outcomes of a chunk, or of its first tasks if they have all lessons that are wanted. May raise `Interrupted`.
 
         Args:
             more: the following chunk is likely to be wanted.
+            wanted: lessons that are still missing.
             on_progress: called with the number of tasks of this chunk that were investigated so far.
         """
         if self._pool is None:
@@ -84,12 +85,19 @@ class _Chunks:
                 self._interrupt.check()
                 on_progress(start)
                 outcome += _investigate(self._config, chunk, start, part)
+                if _kept(outcome) >= wanted:
+                    break
             return outcome
         if self._ahead is None or self._ahead[0] != chunk:
             self._ahead = (chunk, self._submit(chunk))
         jobs = self._ahead[1]
         self._ahead = (chunk + 1, self._submit(chunk + 1)) if more else None
-        parts = wait(jobs, self._interrupt.check, lambda done: on_progress(done * TASK))
+        parts = wait(
+            jobs,
+            self._interrupt.check,
+            lambda done: on_progress(done * TASK),
+            lambda first: _kept([outcome for part in first for outcome in part]) >= wanted,
+        )
         return [outcome for part in parts for outcome in part]
 
     def _slices(self, chunk: int) -> list[tuple[int, TaskSet]]:
@@ -138,7 +146,10 @@ def build(run: RunDirectory, progress: Progress, interrupt: Interrupt) -> list[L
                 more, before = len(lessons) + 0.9 * size < wanted, len(lessons)
                 # Within a chunk the share that will be kept is not known yet: a guess on the low side.
                 outcome = chunks.get(
-                    chunk, more, lambda n, before=before: bar.update(min(before + int(0.9 * n), wanted - 1))
+                    chunk,
+                    more,
+                    wanted - before,
+                    lambda n, before=before: bar.update(min(before + int(0.9 * n), wanted - 1)),
                 )
                 run.truncate("teacher", chunk)
                 run.log("teacher", chunk + 1, _shares(outcome))
@@ -155,6 +166,10 @@ def build(run: RunDirectory, progress: Progress, interrupt: Interrupt) -> list[L
                 )
             interrupt.check()
     raise AssertionError("unreachable")
+
+
+def _kept(outcome: Sequence[Lesson | str]) -> int:
+    return sum(isinstance(o, Lesson) for o in outcome)
 
 
 def _tried(outcome: Sequence[Lesson | str]) -> Counter:
