@@ -85,7 +85,7 @@ def test_a_teacher_ends_with_its_last_lesson(wanted, tmp_path, monkeypatch):
     monkeypatch.setattr(teacher, "_investigate", tried)
     monkeypatch.setattr(teacher, "size_of_chunks", lambda config: 40)
     monkeypatch.setattr(teacher._Chunks, "_slices", lambda self, chunk: [(start, None) for start in range(0, 40, 8)])
-    sizes = {"sft.trajectories": str(wanted), "sft.teacher_workers": "1"}
+    sizes = {"sft.trajectories": str(wanted), "sft.teacher_workers": "1", "sft.batch": "1", "sft.epochs": "1"}
     with RunDirectory.create(tmp_path / "run", config_io.load(None, sizes.items())) as run, Interrupt() as interrupt:
         lessons = teacher.build(run, Progress(), interrupt)
         worked_on = [sum(teacher._read(f)[1].values()) for f in sorted((run.path / "data" / "teacher").iterdir())]
