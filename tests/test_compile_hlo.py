@@ -71,6 +71,49 @@ def test_groups_in_all_their_notations(groups, axes, ways):
     assert hlo._group(line, MESH) == (axes, ways)
 
 
+def test_traffic_of_slices_inside_nested_fusions():
+    """A loop over the chunks of an array, whose body is a fusion with fusions in it: it reads a chunk of each operand a
+    run, also behind a bitcast, and writes a chunk of a result that it updates in place."""
+    text = """HloModule m
+
+%slice.1 (p.0: f32[8,16,4], p.1: s32[]) -> f32[16,4] {
+  %p.0 = f32[8,16,4]{2,1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %zero.0 = s32[] constant(0)
+  %part.0 = f32[1,16,4]{2,1,0} dynamic-slice(%p.0, %p.1, %zero.0, %zero.0), dynamic_slice_sizes={1,16,4}
+  ROOT %flat.0 = f32[16,4]{1,0} bitcast(%part.0)
+}
+
+%chunk.1 (q.0: f32[8,16,4], q.1: s32[], q.2: f32[128,4], q.3: f32[16,4]) -> (f32[8,16,4], f32[16,4]) {
+  %q.0 = f32[8,16,4]{2,1,0} parameter(0)
+  %q.1 = s32[] parameter(1)
+  %q.2 = f32[128,4]{1,0} parameter(2)
+  %q.3 = f32[16,4]{1,0} parameter(3)
+  %again.0 = f32[8,16,4]{2,1,0} bitcast(%q.2)
+  %mine.0 = f32[16,4]{1,0} fusion(%again.0, %q.1), kind=kLoop, calls=%slice.1
+  %sum.0 = f32[16,4]{1,0} add(%mine.0, %q.3)
+  %new.0 = f32[1,16,4]{2,1,0} bitcast(%sum.0)
+  %zero.1 = s32[] constant(0)
+  %whole.0 = f32[8,16,4]{2,1,0} dynamic-update-slice(%q.0, %new.0, %q.1, %zero.1, %zero.1)
+  ROOT %both.0 = (f32[8,16,4]{2,1,0}, f32[16,4]{1,0}) tuple(%whole.0, %sum.0)
+}
+
+ENTRY %main (x.0: f32[8,16,4], x.1: s32[], x.2: f32[128,4], x.3: f32[16,4]) -> (f32[8,16,4], f32[16,4]) {
+  %x.0 = f32[8,16,4]{2,1,0} parameter(0)
+  %x.1 = s32[] parameter(1)
+  %x.2 = f32[128,4]{1,0} parameter(2)
+  %x.3 = f32[16,4]{1,0} parameter(3)
+  ROOT %done.0 = (f32[8,16,4]{2,1,0}, f32[16,4]{1,0}) fusion(%x.0, %x.1, %x.2, %x.3), kind=kOutput, calls=%chunk.1
+}
+"""
+    chunk, index = 16 * 4 * 4, 4
+    # read: the index, a chunk of x.2, x.3; written: the chunk that is new in x.0, the sum
+    assert hlo_bytes.traffic(text) == index + 2 * chunk + 2 * chunk
+    # where an operand lies in the core's own memory, it is none
+    near = text.replace("x.3 = f32[16,4]{1,0} parameter", "x.3 = f32[16,4]{1,0:S(1)} parameter")
+    assert hlo_bytes.traffic(near) == index + chunk + 2 * chunk
+
+
 def test_traffic_counts_a_slice_as_a_slice_and_a_loop_as_often_as_it_runs():
     text = """HloModule m
 

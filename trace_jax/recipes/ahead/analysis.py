@@ -19,7 +19,7 @@ from trace_jax.recipes.ahead import hlo, hlo_bytes
 from trace_jax.recipes.ahead.hlo import Collective
 
 _REFUSED = re.compile(r"[Uu]sed ([\d.]+)([KMGT])i?B? of ([\d.]+)([KMGT])i?B? hbm")
-READER = 1  # of the programs' text; what another one read is not recalled
+READER = 2  # of the programs' text; what another one read is not recalled
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

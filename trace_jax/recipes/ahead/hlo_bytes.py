@@ -1,7 +1,8 @@
 """Memory traffic of a compiled program: what the instructions outside fusions read and write, times their runs.
 
 An array that an instruction only slices counts as the slice, one that it updates in place as the update. What stays in
-a core's own memory (layouts with `S(1)` on TPU) is no traffic. Kernels count once what they are given and give, so
+a core's own memory (layouts with `S(1)` on TPU) is no traffic. Both are looked for inside fusions, and the fusions in them:
+a loop over chunks of an array is one slice of it a run, not the array. Kernels count once what they are given and give, so
 blocks that a kernel reads again are missing: a lower bound, as a roofline needs it.
 """
 
@@ -16,6 +17,7 @@ _FREE = {
     "partition-id", "replica-id", "iota", "opt-barrier", "add-dependency", "copy-start", "domain",
 }  # fmt: skip
 _SLICES = {"dynamic-slice", "slice", "gather"}
+_SAME = {"bitcast", "reshape"}  # the same bytes under another shape
 
 
 def traffic(text: str) -> float:
@@ -50,40 +52,87 @@ def _of(instructions, computations) -> float:
         elif opcode == "dynamic-update-slice":
             total += 2 * (_outside(operands[1]) if len(operands) > 1 else result)
         elif opcode == "fusion" and (inner := called(rest)) and inner[0] in computations:
-            total += _fusion(computations[inner[0]], operands, result)
+            total += _fusion(inner[0], computations, operands, shapes[name])
         else:
             total += result + sum(map(_outside, operands))
     return total
 
 
-def _fusion(instructions, operands: list[str], result: float) -> float:
-    """Traffic of a fusion: of an operand that is only sliced, the slices; of one that is updated, the update."""
-    uses: dict[str, list[tuple[str, int, str]]] = {}
-    numbers: dict[str, int] = {}
-    types = {name: _type(rest) for name, rest in instructions}
-    for name, rest in instructions:
+def _fusion(name: str, computations, operands: list[str], result: str) -> float:
+    """Traffic of a fusion: of an operand that is only sliced, the slices; of one that is updated in place, the update.
+
+    Args:
+        name: of the fused computation.
+        operands, result: types where the fusion stands: what lies in a core's own memory is known only there.
+    """
+    inner = _Fused(computations[name], computations)
+    read = sum(
+        min(_outside(operands[number]), inner.read(parameter))
+        for parameter, number in inner.numbers.items()
+        if number < len(operands)
+    )
+    return read + min(_outside(result), inner.written())
+
+
+class _Fused:
+    """A fused computation."""
+
+    def __init__(self, instructions, computations):
+        self._computations = computations
+        self._rest = dict(instructions)
+        self._types = {name: _type(rest) for name, rest in instructions}
+        self._uses: dict[str, list[tuple[str, int]]] = {}
+        self.numbers: dict[str, int] = {}
+        self._root = instructions[-1][0]
+        for name, rest in instructions:
+            opcode = opcode_of(rest)
+            if opcode == "parameter":
+                self.numbers[name] = int(re.search(r"parameter\((\d+)\)", rest)[1])
+            elif opcode is not None:
+                for place, used in enumerate(operands_of(rest, opcode)):
+                    self._uses.setdefault(used, []).append((name, place))
+
+    def read(self, name: str) -> float:
+        """Bytes of an array in it that are looked at."""
+        whole, total = shape_bytes(self._types[name]), 0.0
+        for user, place in self._uses.get(name, []):
+            rest = self._rest[user]
+            opcode = opcode_of(rest)
+            if opcode in _SAME:
+                total += self.read(user)
+            elif opcode in _SLICES and place == 0:
+                total += shape_bytes(self._types[user])
+            elif opcode == "fusion" and (inner := self._inner(rest)) is not None:
+                parameter = next((p for p, number in inner.numbers.items() if number == place), None)
+                total += whole if parameter is None else inner.read(parameter)
+            elif opcode != "dynamic-update-slice" or place != 0:
+                total += whole
+        return min(whole, total)
+
+    def written(self, name: str | None = None) -> float:
+        """Bytes of a result of it (its root) that are written: an update in place is as large as what is new."""
+        name = self._root if name is None else name
+        rest = self._rest[name]
         opcode = opcode_of(rest)
-        if opcode == "parameter":
-            numbers[name] = int(re.search(r"parameter\((\d+)\)", rest)[1])
-        elif opcode is not None:
-            for place, used in enumerate(operands_of(rest, opcode)):
-                uses.setdefault(used, []).append((opcode, place, name))
-    total = result
-    for parameter, number in numbers.items():
-        whole = _outside(operands[number]) if number < len(operands) else 0.0
-        how = uses.get(parameter, [])
-        if how and all(opcode in _SLICES and place == 0 for opcode, place, _ in how):
-            whole = min(whole, sum(shape_bytes(types[name]) for _, _, name in how))
-        elif how and all(opcode == "dynamic-update-slice" and place == 0 for opcode, place, _ in how):
-            # read and written in place: neither the operand nor the result is traffic, the update is
-            size = shape_bytes(types[parameter])
-            updates = [
-                operands_of(rest, "dynamic-update-slice")[1] for n, rest in instructions if n in {u[2] for u in how}
-            ]
-            total -= min(size, total)
-            whole = sum(2 * shape_bytes(types.get(u, "")) for u in updates)
-        total += whole
-    return total
+        if opcode in _SAME:
+            return self.written(operands_of(rest, opcode)[0])
+        if opcode == "tuple":
+            return sum(self.written(part) for part in operands_of(rest, opcode))
+        if opcode == "dynamic-update-slice" and self._given(operands_of(rest, opcode)[0]):
+            return shape_bytes(self._types.get(operands_of(rest, opcode)[1], ""))
+        if opcode == "fusion" and (inner := self._inner(rest)) is not None:
+            return inner.written()
+        return shape_bytes(self._types[name])
+
+    def _given(self, name: str) -> bool:
+        """Whether an array is a parameter, seen through what changes nothing."""
+        while (opcode := opcode_of(self._rest.get(name, ""))) in _SAME:
+            name = operands_of(self._rest[name], opcode)[0]
+        return name in self.numbers
+
+    def _inner(self, rest: str) -> _Fused | None:
+        found = called(rest)
+        return _Fused(self._computations[found[0]], self._computations) if found[0] in self._computations else None
 
 
 def _type(rest: str) -> str:
