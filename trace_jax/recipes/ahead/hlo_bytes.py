@@ -1,9 +1,9 @@
 """Memory traffic of a compiled program: what the instructions outside fusions read and write, times their runs.
 
-An array that an instruction only slices counts as the slice, one that it updates in place as the update. What stays in
-a core's own memory (layouts with `S(1)` on TPU) is no traffic. Both are looked for inside fusions, and the fusions in them:
-a loop over chunks of an array is one slice of it a run, not the array. Kernels count once what they are given and give, so
-blocks that a kernel reads again are missing: a lower bound, as a roofline needs it.
+An array that an instruction only slices counts as the slice, one that it updates in place as the update; both are
+looked for inside fusions, and the fusions in them: a loop over the chunks of an array reads one of them a run, not the
+array. What stays in a core's own memory (layouts with `S(1)` on TPU) is no traffic. Kernels count once what they are
+given and give, so blocks that a kernel reads again are missing: a lower bound, as a roofline needs it.
 """
 
 from __future__ import annotations
