@@ -146,6 +146,7 @@ _SCHEMA = pa.schema(
         ("expert_layers", pa.int32()),
     ]
 )
+_PART = 64  # rows
 _LATER = ("stale", "kept", "probes", "experts", "expert_layers")  # columns that files of earlier versions lack
 
 
@@ -198,7 +199,8 @@ def to_table(trajectories: Iterable[Trajectory], step: int = 0) -> pa.Table:
 def from_table(table: pa.Table) -> list[Trajectory]:
     """Inverse of `to_table` (the step is a column of the table, not of a trajectory)."""
     result = []
-    for row in table.to_pylist():
+    # In parts: as Python numbers the token streams of a whole file take some ten times the room of the arrays.
+    for row in (row for part in table.to_batches(max_chunksize=_PART) for row in part.to_pylist()):
         row.pop("step")
         streams = {
             "ids": np.asarray(row.pop("ids"), np.int32),
