@@ -254,7 +254,7 @@ def test_two_runs_on_a_page(tmp_path, chat):
     first = helpers_report.make_run(tmp_path / "a" / "run", chat)
     second = helpers_report.make_run(tmp_path / "b" / "run", chat, wrong=4)
     page = html.build(first, compare=second)
-    assert "<title>a/run against b/run - trace-jax</title>" in page and "a/run: SFT" in page
+    assert "<title>a/run against b/run - trace-jax</title>" in page and ">SFT, a/run</th><th>SFT, b/run<" in page
     assert page.count('class="curve other"') == 7 and "ahead:behind" in page
     index = unpack(page.split('id="index">')[1].split("<")[0])
     columns = index["columns"]

@@ -21,6 +21,7 @@ from trace_jax import config_io
 from trace_jax.config import ChatConfig, ConfigError, RunConfig
 from trace_jax.evaluation import store
 from trace_jax.evaluation.kinds import KINDS, Kind, kind_of
+from trace_jax.evaluation.metrics import UNPARSED
 from trace_jax.policy import chat_files
 from trace_jax.policy.chat import Chat
 from trace_jax.report import browse, curves, recorded, results, svg
@@ -195,6 +196,7 @@ def _trajectories(runs: list[_Run]) -> tuple[dict[str, Any], list[str], list[str
     if left_out:
         notes.append(f"{left_out} more trajectories would have made this page larger than a browser likes to open")
     index["runs"] = [run.name for run in runs]
+    index["unread"] = UNPARSED
     index["asked"] = runs[0].evaluated.kind.truth({})[0]
     index["outcomes"] = list(runs[0].evaluated.kind.outcomes)
     index["curves"] = [

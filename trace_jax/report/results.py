@@ -60,21 +60,21 @@ def held_out(runs: Sequence[Evaluated]) -> ResultTable | None:
     built = [table.build(run.agents, paper=run is known[-1]) for run in known]
     if len(built) < 2:
         return built[0] if built else None
-    own = [len(run.agents) for run in known]
-    columns = [
-        c if i >= n else f"{run.name}: {c}"
-        for run, one, n in zip(known, built, own, strict=True)
-        for i, c in enumerate(one.columns)
-    ]
-    cells = [dict(one.rows) for one in built]
-    names = dict.fromkeys(name for one in built for name, _ in one.rows)
-    blank = [("-",) * len(one.columns) for one in built]
+    # The same agent of both runs side by side, then what only one of them has; the paper last.
+    shown = [(c, run.name, i) for run, one in zip(known, built, strict=True) for i, c in enumerate(one.columns)]
+    paper = [x for x in shown if x[0] in table.PAPER_LABELS.values()]
+    names = list(dict.fromkeys(x[0] for x in shown if x not in paper))
+    place = [label(agent) for agent in table.LABELS]
+    names.sort(key=lambda c: place.index(c) if c in place else len(place))
+    order = [x for name in names for x in shown if x[0] == name and x not in paper] + paper
+    cells = {run.name: dict(one.rows) for run, one in zip(known, built, strict=True)}
     rows = [
-        (name, tuple(cell for by, none in zip(cells, blank, strict=True) for cell in by.get(name, none)))
-        for name in names
+        (row, tuple(cells[run][row][i] if row in cells[run] else "-" for _, run, i in order))
+        for row in dict.fromkeys(row for one in built for row, _ in one.rows)
     ]
+    columns = tuple(c if (c, run, i) in paper else f"{c}, {run}" for c, run, i in order)
     notes = tuple(dict.fromkeys(note for one in built for note in one.notes))
-    return ResultTable(tuple(columns), tuple(rows), notes, built[0].title)
+    return ResultTable(columns, tuple(rows), notes, built[0].title)
 
 
 def differences(run: Evaluated) -> list[str]:

@@ -46,6 +46,7 @@ class Store {
     this.runs = index.runs;
     this.outcomes = index.outcomes;
     this.asked = index.asked;
+    this.unread = index.unread;
     this.columns = index.columns;
     this.size = index.columns.run.length;
     this._elements = parts;

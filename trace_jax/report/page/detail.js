@@ -63,7 +63,7 @@ class Detail {
 
   _gold(sides) {
     const { store } = this, row = sides[0].row;
-    const named = (value, where) => (where ? `${value} in ${where}` : value);
+    const named = (value, where) => (value === store.unread ? "" : where ? `${value} in ${where}` : value);
     const table = el("table", { cls: "gold" },
       el("tr", {}, el("th", {}, store.asked), el("td", {}, el("b", {}, named(store.word("truth", row), store.word("where", row))))));
     for (const t of sides) {
