@@ -113,7 +113,7 @@ def read(run_dir: Path, chat: Chat, config: RunConfig | None, limit: int) -> Rec
     """
     files, notes = sources(run_dir)
     held, training = ([s for s in files if (s.step is None) == yes] for yes in (True, False))
-    steps = _apart(training, min(TRAINING_FILES, limit))
+    steps = _apart(training, min(TRAINING_FILES, len(training), limit))
     there = [sum(s.rows for s in kind) for kind in (held, steps)]
     for_held = min(there[0], max(-(-limit // 2), limit - there[1]))
     quotas = _quotas(steps, min(there[1], limit - for_held))

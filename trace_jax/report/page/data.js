@@ -33,6 +33,11 @@ function spell(x, digits = 3) {
   return String(Number(x.toPrecision(digits))).replace("-", MINUS);
 }
 
+/** A number of things. */
+function several(n, what) {
+  return `${n.toLocaleString("en-US")} ${what}${n === 1 ? "" : "s"}`;
+}
+
 /** With its sign, to three decimals. */
 function signed(x) {
   if (x === null || x === undefined) return "-";

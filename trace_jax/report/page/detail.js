@@ -68,10 +68,11 @@ class Detail {
       el("tr", {}, el("th", {}, store.asked), el("td", {}, el("b", {}, named(store.word("truth", row), store.word("where", row))))));
     for (const t of sides) {
       const answered = named(store.word("answered", t.row), store.word("place", t.row));
-      table.append(el("tr", {}, el("th", {}, sides.length > 1 ? this._mark(t.row) : null, "answer"), el("td", {},
+      table.append(el("tr", {}, el("th", {}, sides.length > 1 ? this._mark(t.row) : null, "the agent"), el("td", {},
         el("span", { cls: "tag" }, outcomeDot(store, t.row), el("b", {}, store.word("outcome", t.row))),
         answered ? `  ${answered}` : "", sides.length > 1 ? el("span", { cls: "dim" }, ` (${this._name(t.row)})`) : null,
-        t.answer !== null ? el("details", {}, el("summary", {}, "as it was written"), el("pre", {}, t.answer)) : null)));
+        t.answer && t.answer.length <= 60 && !answered ? `  ${t.answer}` : "",
+        t.answer && (t.answer.length > 60 || answered) ? el("details", {}, el("summary", {}, "as it was written"), el("pre", {}, t.answer)) : null)));
     }
     return table;
   }
@@ -93,13 +94,14 @@ class Detail {
     const facts = [
       `reward ${spell(c.reward[i])}${parts ? ` (${parts})` : ""}`,
       t.advantage === null ? null : `advantage ${signed(t.advantage)}`,
-      `${c.calls[i]} tool calls`, `${c.tokens[i].toLocaleString("en-US")} tokens`,
+      several(c.calls[i], "tool call"), several(c.tokens[i], "token"),
       c.logprob[i] === null ? null : `log-probability ${spell(c.logprob[i])} a token`,
       store.word("status", i),
       t.first === null ? null : `reference at first ${spell(t.first)}`,
     ].filter(Boolean).join(" · ");
     const most = Math.max(0, ...t.steps.map((s) => Math.abs(s.credit ?? 0)));
-    return el("section", { cls: "side" },
+    const side = store.runs.length > 1 ? `side ${"ab"[c.run[i]]}` : "side";
+    return el("section", { cls: side },
       el("h4", {}, two ? this._mark(i) : null, this._name(i)),
       el("p", { cls: "facts" }, facts),
       ...t.steps.map((s, k) => this._turn(s, k, most)));
@@ -111,14 +113,14 @@ class Detail {
       s.logprob === null ? null : el("span", { title: "mean log-probability of its tokens" }, `log-prob ${spell(s.logprob)}`),
       s.unlikely === null || s.unlikelyLogprob > -0.7 ? null
         : el("span", { title: "its least likely token" }, `least likely \u201c${s.unlikely}\u201d ${spell(s.unlikelyLogprob)}`),
-      el("span", {}, `${s.tokens} tokens`),
+      el("span", {}, several(s.tokens, "token")),
       s.version === null ? null : el("span", { title: "policy version" }, `v${s.version}`),
       s.credit === null ? null : this._credit(s, most),
       s.advantage === null ? null : el("span", { title: "of each of its tokens" }, `advantage ${signed(s.advantage)}`),
     ];
     return el("div", { cls: `turn-card ${s.kind === "malformed" ? "malformed" : ""}` },
       el("header", {}, el("b", {}, `${number + 1} ${cut}`), ...figures),
-      el("div", { cls: "said" }, this._pre(s.text)),
+      el("div", { cls: "said" }, this._pre(s.text || "(nothing)")),
       s.observation === null ? null : el("div", { cls: "read", tabindex: 0 }, this._pre(s.observation || "(empty)")));
   }
 

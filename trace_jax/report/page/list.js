@@ -187,7 +187,7 @@ class List {
         el("span", { cls: "num" }, c.reward[i] === null ? "-" : c.reward[i].toFixed(2))),
       el("div", { cls: "second" },
         el("span", { cls: "cut tag" }, outcomeDot(store, i), store.word("outcome", i)),
-        el("span", { cls: "num" }, `${store.word("stage", i)} · ${c.task[i]}.${c.sample[i]} · ${c.calls[i]} calls`)));
+        el("span", { cls: "num" }, `${store.word("stage", i)} · ${c.task[i]}.${c.sample[i]} · ${several(c.calls[i], "call")}`)));
     made.style.top = `${at * ROW}px`;
     return made;
   }
