@@ -23,6 +23,23 @@ def chromium() -> str | None:
     return os.environ.get("TRACE_JAX_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
 
+def processor_seconds() -> float:
+    """Processor time that Chromium's processes below this one have used: what is comparable on a busy machine."""
+    parents, used = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, fields = (folder / "stat").read_text().partition("(")[2].rpartition(") ")
+        except OSError:  # it has ended
+            continue
+        values = fields.split()
+        parents[int(folder.name)] = int(values[1])
+        used[int(folder.name)] = (int(values[11]) + int(values[12])) if "chrom" in name else 0
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return sum(used[pid] for pid in below if pid in used) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
 def opened(browser: Any, path: Path, width: int, *, scheme: str = "light") -> Iterator[Any]:
     """A page at `width` CSS pixels in a fresh context without network; on leaving, nothing may have gone wrong on it.

@@ -2,7 +2,6 @@
 
 import re
 import statistics
-import time
 
 import helpers_browser
 import helpers_report
@@ -237,19 +236,31 @@ def test_two_thousand_trajectories_open_at_once(browser, tmp_path, chat, capsys)
     page_file = html.write(run)
     size = page_file.stat().st_size / 1e6
     assert size < 25
-    spent, searched = [], []
-    for _ in range(5):
-        begun = time.perf_counter()
-        with helpers_browser.opened(browser, page_file, 1280) as page:
-            page.wait_for_selector("html.on", state="attached")
-            page.wait_for_selector("#list .row >> nth=5")
-            spent.append(time.perf_counter() - begun)
-            assert count(page) == "2,000 of 2,000" and page.locator("#list .row").count() < 60
-            begun = time.perf_counter()
-            page.fill("input[name=search]", "no such text")
-            counted(page, 0)
-            searched.append(time.perf_counter() - begun)
+    empty = tmp_path / "empty.html"
+    empty.write_text("<!doctype html><title>t</title>")
+
+    def opening(file, *, wait):
+        """Processor seconds of opening a page, and seconds by the clock from its address to the list."""
+        begun = helpers_browser.processor_seconds()
+        with helpers_browser.opened(browser, file, 1280) as page:
+            if wait:
+                page.wait_for_selector("#list .row >> nth=5")
+                assert count(page) == "2,000 of 2,000" and page.locator("#list .row").count() < 60
+            ready = page.evaluate("performance.getEntriesByName('ready')[0]?.startTime ?? performance.now()") / 1000
+            spent = helpers_browser.processor_seconds() - begun
+            if wait:
+                start(page)
+                page.fill("input[name=search]", "no such text")
+                counted(page, 0)
+            return spent, ready
+
+    base = statistics.median(opening(empty, wait=False)[0] for _ in range(3))
+    measured = [opening(page_file, wait=True) for _ in range(5)]
+    used, passed = (statistics.median(x) for x in zip(*measured, strict=True))
     with capsys.disabled():
-        print(f"\n2,000 trajectories: {size:.1f} MB, open in {statistics.median(spent):.2f} s, "
-              f"first search {statistics.median(searched):.2f} s (medians of 5)")  # fmt: skip
-    assert statistics.median(spent) < 10  # 3 s on an idle machine; this one may be busy
+        print(
+            f"\n2,000 trajectories: {size:.1f} MB; opened in {passed:.2f} s by the clock, {used:.2f} s of processor "
+            f"time ({base:.2f} s for an empty page; medians of 5)"
+        )
+    # 3 s are asked for. The clock of a busy machine says little, so what is held to it is the work.
+    assert used - base < 3

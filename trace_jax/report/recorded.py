@@ -82,8 +82,8 @@ def sources(run_dir: Path) -> tuple[list[Source], list[str]]:
         step = _TRAINING.fullmatch(path.stem)
         try:
             rows = pq.read_metadata(path).num_rows
-        except (OSError, pa.ArrowException) as error:
-            notes.append(_damaged(path, error))
+        except (OSError, pa.ArrowException):
+            notes.append(_damaged(path))
             continue
         if rows:
             found.append(Source(path, rows, int(step[1]) if step else None))
@@ -94,9 +94,8 @@ def sources(run_dir: Path) -> tuple[list[Source], list[str]]:
     return held + sorted(training, key=lambda s: -(s.step or 0)), notes
 
 
-def _damaged(path: Path, error: Exception) -> str:
-    said = " ".join(str(error).split())
-    note = f"left out {path.name}, which is damaged ({said.removeprefix(f'{path} ')})"
+def _damaged(path: Path) -> str:
+    note = f"left out {path.name}, which is damaged or no trajectory file"
     warnings.warn(note, stacklevel=4)
     return note
 
@@ -165,9 +164,9 @@ def _groups(rows: list[Shown], limit: int) -> list[Shown]:
 
 def _rows(source: Source, chat: Chat, notes: list[str]) -> list[Trajectory]:
     try:
-        rows = read_parquet(source.path)
-    except ConfigError as error:
-        notes.append(_damaged(source.path, error))
+        rows = read_parquet(source.path, replay=False)
+    except ConfigError:
+        notes.append(_damaged(source.path))
         return []
     # A model imported with its tokenizer may have more rows than that has tokens.
     size = chat.tokenizer.vocab_size if isinstance(chat, NanoChat) else math.inf

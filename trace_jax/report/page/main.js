@@ -44,6 +44,7 @@ async function start() {
     }
   });
   startLinks(list);
+  performance.mark("ready"); // for those who measure how long a page takes to open
   const asked = /^#trajectory-(\d+)$/.exec(location.hash);
   if (asked && Number(asked[1]) < store.size) {
     document.getElementById("trajectories").scrollIntoView();
