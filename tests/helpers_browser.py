@@ -23,8 +23,8 @@ def chromium() -> str | None:
     return os.environ.get("TRACE_JAX_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
 
-def processor_seconds() -> float:
-    """Processor time that Chromium's processes below this one have used: what is comparable on a busy machine."""
+def processor_seconds() -> dict[int, float]:
+    """Processor time by process of the Chromium below this one: what is comparable on a busy machine."""
     parents, used = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -33,11 +33,12 @@ def processor_seconds() -> float:
             continue
         values = fields.split()
         parents[int(folder.name)] = int(values[1])
-        used[int(folder.name)] = (int(values[11]) + int(values[12])) if "chrom" in name else 0
+        if "chrom" in name:
+            used[int(folder.name)] = (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
     below = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    return sum(used[pid] for pid in below if pid in used) / os.sysconf("SC_CLK_TCK")
+    return {pid: seconds for pid, seconds in used.items() if pid in below}
 
 
 @contextmanager
