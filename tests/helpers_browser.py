@@ -49,6 +49,7 @@ def opened(browser: Any, path: Path, width: int, *, scheme: str = "light") -> It
         AssertionError: the page logged an error, threw, asked for anything but itself, or scrolls sideways.
     """
     context = browser.new_context(viewport={"width": width, "height": _HEIGHT}, color_scheme=scheme, offline=True)
+    context.set_default_timeout(120_000)  # a machine may be busy
     page, faults = context.new_page(), []
     page.on("console", lambda m: faults.append(f"console: {m.text}") if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda e: faults.append(f"thrown: {e}"))
