@@ -23,6 +23,24 @@ def chromium() -> str | None:
     return os.environ.get("TRACE_JAX_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
 
+def processor_seconds() -> dict[int, float]:
+    """Processor time by process of the Chromium below this one: what is comparable on a busy machine."""
+    parents, used = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, fields = (folder / "stat").read_text().partition("(")[2].rpartition(") ")
+        except OSError:  # it has ended
+            continue
+        values = fields.split()
+        parents[int(folder.name)] = int(values[1])
+        if "chrom" in name:
+            used[int(folder.name)] = (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return {pid: seconds for pid, seconds in used.items() if pid in below}
+
+
 @contextmanager
 def opened(browser: Any, path: Path, width: int, *, scheme: str = "light") -> Iterator[Any]:
     """A page at `width` CSS pixels in a fresh context without network; on leaving, nothing may have gone wrong on it.
@@ -31,6 +49,7 @@ def opened(browser: Any, path: Path, width: int, *, scheme: str = "light") -> It
         AssertionError: the page logged an error, threw, asked for anything but itself, or scrolls sideways.
     """
     context = browser.new_context(viewport={"width": width, "height": _HEIGHT}, color_scheme=scheme, offline=True)
+    context.set_default_timeout(120_000)  # a machine may be busy
     page, faults = context.new_page(), []
     page.on("console", lambda m: faults.append(f"console: {m.text}") if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda e: faults.append(f"thrown: {e}"))

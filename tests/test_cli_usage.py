@@ -1,5 +1,6 @@
 """Bad usage: one line on stderr and exit status 2; help and dry run without loading JAX."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -9,7 +10,8 @@ import sys
 import pytest
 import yaml
 
-from trace_jax import cli
+from trace_jax import cli, config_io
+from trace_jax.config import RunConfig
 
 
 def bad(capsys, *argv):
@@ -70,6 +72,27 @@ def test_commands_that_show_a_run_take_no_configuration(capsys, tmp_path):
     for command in ("report", "export"):
         assert "takes no --seed" in bad(capsys, command, "--run-dir", str(tmp_path), "--seed", "1")
         assert "takes no --config" in bad(capsys, command, "--run-dir", str(tmp_path), "--config", "x.yaml")
+
+
+def test_the_run_of_a_report_may_be_named_in_two_ways(capsys, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    for path in (run, other):
+        path.mkdir()
+        (path / "config.yaml").write_text(config_io.dump(RunConfig()))
+    for words in ([run], ["--run-dir", run], [run, "--run-dir", run]):
+        assert cli.main(["report", *map(str, words)]) == 0
+        assert capsys.readouterr().out.strip() == str(run / "report.html")
+        (run / "report.html").unlink()
+    assert cli.main(["report", str(run), "--compare", str(other), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"report": str(run / "report.html")}
+    assert "<title>run against other" in (run / "report.html").read_text()
+    assert "which run?" in bad(capsys, "report")
+    assert "with --compare" in bad(capsys, "report", str(run), "--run-dir", str(other))
+    assert f"no run in {tmp_path}" in bad(capsys, "report", str(run), "--compare", str(tmp_path))
+    search = dataclasses.replace(RunConfig().environment, name="search")
+    (other / "config.yaml").write_text(config_io.dump(RunConfig().replace(environment=search)))
+    assert "different environments" in bad(capsys, "report", str(run), "--compare", str(other))
+    assert "number" in bad(capsys, "report", str(run), "--trajectories", "0")
 
 
 def test_simulate_looks_at_its_target_first(capsys, tmp_path):

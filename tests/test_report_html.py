@@ -1,6 +1,8 @@
 """The HTML page: one file that needs nothing else, with the run's own numbers in it."""
 
+import base64
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -16,22 +18,29 @@ from trace_jax.config import ConfigError, EvaluationConfig, TokenizerConfig
 from trace_jax.evaluation import metrics, store
 from trace_jax.policy.chat import CONTROL, NanoChat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
-from trace_jax.report import html, svg
+from trace_jax.report import html, svg, turns
 from trace_jax.rollout import trajectory
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
 class Checker(HTMLParser):
-    """Balanced tags, and every attribute that could make a browser fetch something."""
+    """Balanced tags, scripts, and every attribute that could make a browser fetch something."""
 
     def __init__(self):
         super().__init__()
-        self.open, self.tags, self.loads, self.text = [], [], [], []
+        self.open, self.tags, self.loads, self.text, self.scripts, self.policy = [], [], [], [], [], ""
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        self.loads += [(tag, k, v) for k, v in attrs if k in ("src", "href", "xlink:href", "action", "data", "srcset")]
+        named = dict(attrs)
+        fetched = ("src", "href", "xlink:href", "action", "data", "srcset", "poster", "formaction", "ping")
+        self.loads += [(tag, k, v) for k, v in attrs if k in fetched and not (tag == "a" and v.startswith("#"))]
+        assert not [k for k in named if k.startswith("on")], f"an inline handler on {tag}"
+        if named.get("http-equiv") == "Content-Security-Policy":
+            self.policy = named["content"]
+        if tag == "script":
+            self.scripts.append((named, ""))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -42,16 +51,38 @@ class Checker(HTMLParser):
         assert self.open.pop() == tag, f"unbalanced {tag}"
 
     def handle_data(self, data):
-        self.text.append(data)
+        if self.open[-1:] == ["script"]:
+            attributes, text = self.scripts.pop()
+            self.scripts.append((attributes, text + data))
+        elif self.open[-1:] != ["style"]:
+            self.text.append(data)
 
 
 def check(page: str) -> Checker:
+    """Nothing is fetched, and no script runs but the page's own; what a run holds is text, or data in base64."""
     checker = Checker()
     checker.feed(page)
     assert not checker.open
-    assert not checker.loads and not {"script", "link", "iframe", "img", "object"} & set(checker.tags)
+    assert not checker.loads and not {"link", "iframe", "img", "object", "embed", "base"} & set(checker.tags)
     assert "url(" not in page and "@import" not in page
+    own = [text for attributes, text in checker.scripts if "type" not in attributes]
+    data = [text for attributes, text in checker.scripts if attributes.get("type") == "text/plain"]
+    assert len(own) == 1 and len(own) + len(data) == len(checker.scripts)
+    assert all(re.fullmatch(r"[A-Za-z0-9+/=]+", text) for text in data)
+    digest = base64.b64encode(hashlib.sha256(own[0].encode()).digest()).decode()
+    assert checker.policy.split("; ") == [
+        "default-src 'none'",
+        "style-src 'unsafe-inline'",
+        f"script-src 'sha256-{digest}'",
+    ]
     return checker
+
+
+def test_scripts_make_no_markup_of_texts():
+    code = "".join((html.PAGE / name).read_text() for name in html.SCRIPTS)
+    forbidden = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "</script")
+    assert not [word for word in (*forbidden, "fetch(", "XMLHttpRequest", "import(") if word in code]
+    assert {p.name for p in html.PAGE.iterdir()} == {*html.SCRIPTS, "page.html", "page.css"}
 
 
 def records(share):
@@ -112,7 +143,7 @@ def test_page_is_self_contained_and_holds_every_part(run_dir):
     assert "<script>alert(1)</script> & http://example.com/x" in text and "<b>bold</b>" in text
     assert "&lt;script&gt;alert(1)" in page
     hosts = set(re.findall(r"https?://[^\s<\"']+", page))
-    assert hosts == {"http://example.com/x"}
+    assert hosts == {"http://example.com/x", "http://www.w3.org/2000/svg"}  # the second is a name, nothing is there
 
 
 def test_page_of_a_run_that_has_only_begun(tmp_path):
@@ -129,7 +160,7 @@ def test_no_run_directory_is_one_clear_line(tmp_path):
 
 
 def test_turns_say_who_spoke(chat):
-    assert html.turns(sampled(chat, "ok"), chat) == [
+    assert turns.said(sampled(chat, "ok"), chat) == [
         ("system", "Find it.", False),
         ("user", "Why?", False),
         ("call", "sql('x')", True),
@@ -140,7 +171,7 @@ def test_turns_say_who_spoke(chat):
     short = dataclasses.replace(
         cut, status="truncated", **{f: getattr(cut, f)[:-1] for f in ("ids", "loss_mask", "logprobs", "turn_index")}
     )
-    assert html.turns(short, chat)[-1][0] == "malformed"
+    assert turns.said(short, chat)[-1][0] == "malformed"
 
 
 def test_every_type_shows_a_right_and_a_wrong_case(run_dir, chat):

@@ -107,3 +107,13 @@ def test_foreign_parquet_files_are_one_clear_line(tmp_path, table):
     pq.write_table(table, tmp_path / "x.parquet")
     with pytest.raises(ConfigError, match="^[^\\n]*x.parquet is no trajectory file[^\\n]*name one of trajectories/$"):
         read_parquet(tmp_path / "x.parquet")
+
+
+def test_what_only_a_learner_needs_can_be_left_out(tmp_path):
+    whole = _trajectory(kept=np.full((5, 2), 7, np.int32), experts=np.full((5, 3, 2), 1, np.int16))
+    write_parquet(tmp_path / "a.parquet", [whole] * 70, step=4)  # more than one part
+    light = read_parquet(tmp_path / "a.parquet", replay=False)
+    assert len(light) == 70 and light[69].kept is None and light[69].experts is None
+    assert all(np.array_equal(getattr(light[69], n), getattr(whole, n)) for n in ("ids", "loss_mask", "logprobs"))
+    full = read_parquet(tmp_path / "a.parquet")[69]
+    assert np.array_equal(full.kept, whole.kept) and np.array_equal(full.experts, whole.experts)

@@ -188,7 +188,7 @@ def _report(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-    page = html.write(args.run_dir, args.out)
+    page = html.write(args.run_dir, args.out, compare=args.compare, limit=args.trajectories)
     print(page)
     return {"report": str(page)}
 

@@ -57,7 +57,7 @@ COMMANDS = {
     "bench": "throughput as a share of what this machine can do: sim, tools, rollout, learner, probe",
     "compile": "compile a run for TPUs or GPUs that need not be there: memory, FLOPs, collectives, a verdict",
     "reproduce": "a paper's ablation table at the size of a configuration",
-    "report": "one self-contained HTML page of a run, finished or not",
+    "report": "one self-contained HTML page of a run, finished or not, or of two beside each other",
 }
 
 
@@ -66,6 +66,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+class _Once(argparse.Action):
+    """A directory that may be given in two ways, but not as two."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        known = getattr(namespace, self.dest, None)
+        if values is None:  # a positional one that is not there
+            return
+        if known not in (None, values):
+            parser.error(f"two runs, {known} and {values}: show the second one beside the first with --compare")
+        setattr(namespace, self.dest, values)
 
 
 def _count(text: str) -> int:
@@ -119,7 +131,8 @@ def build() -> argparse.ArgumentParser:
         if name in (*TRAINING, "eval", "export", "report"):
             new = name in ("train", "sft", "grpo")
             help_text = "default for new runs: runs/<config>-<date>" if new else "directory of the run"
-            p.add_argument("--run-dir", type=Path, metavar="DIR", help=help_text)
+            once = {"action": _Once} if name == "report" else {}
+            p.add_argument("--run-dir", type=Path, metavar="DIR", help=help_text, **once)
         if name in TRAINING:
             p.add_argument("--resume", action="store_true", help="continue the run in --run-dir where it stopped")
             p.add_argument("--profile", type=_count, nargs="?", const=3, default=0, metavar="N", help=_PROFILE)
@@ -235,6 +248,11 @@ def build() -> argparse.ArgumentParser:
             attempts = f"{of}attempts at each (default: 16)"
             p.add_argument("--world-rollouts", type=_count, metavar="K", help=attempts)
         if name == "report":
+            whose = "directory of the run; the same as --run-dir"
+            p.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", action=_Once, help=whose)
+            p.add_argument("--compare", type=Path, metavar="OTHER", help="a second run, shown beside the first")
+            kept = "trajectories of each run on the page, spread over its stages (default: 2000)"
+            p.add_argument("--trajectories", type=_count, default=2000, metavar="N", help=kept)
             p.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run directory")
         if name == "export":
             stage = f"whose policy to write; {_LATEST}"

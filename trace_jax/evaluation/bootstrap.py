@@ -13,6 +13,13 @@ from jaxtyping import Float, Int
 
 from trace_jax.config import EvaluationConfig
 
+# What became of an attempt without an answer, by `Trajectory.status`.
+UNFINISHED: Mapping[str, str] = {
+    "malformed": "malformed turn",
+    "truncated": "cut off",
+    "timed_out": "timed out",
+    "tool_failure": "tool failure",
+}
 NULLS: Mapping[str, None] = {"value": None, "low": None, "high": None}
 
 

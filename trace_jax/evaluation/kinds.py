@@ -31,6 +31,9 @@ class Kind:
         in_paper: whether the columns of arXiv 2609.10315 stand beside it.
         types: task types in the order in which attempts are shown; (): by name.
         truth: (what it is, its value, where) of a task, from its labels.
+        group: what answers are counted by, and its value of a record.
+        outcomes: what can become of an answer, best first; outcome: which of them a record is.
+        answered: (value, where) of what a record says was answered, as `truth` puts them; empty where it is not kept.
     """
 
     record: type
@@ -49,6 +52,10 @@ class Kind:
     in_paper: bool
     types: tuple[str, ...]
     truth: Callable[[Mapping[str, Any]], tuple[str, str, str]]
+    group: tuple[str, Callable[[Any], str]]
+    outcomes: tuple[str, ...]
+    outcome: Callable[[Any], str]
+    answered: Callable[[Any], tuple[str, str]]
 
 
 def _cause(labels: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -81,6 +88,10 @@ KINDS: dict[str, Kind] = {
         in_paper=True,
         types=tuple(EPISODE_TYPES),
         truth=_cause,
+        group=("cause", lambda record: record.cause),
+        outcomes=metrics.OUTCOMES,
+        outcome=metrics.outcome,
+        answered=lambda record: (record.predicted or metrics.UNPARSED, record.driver or ""),
     ),
     "search": Kind(
         record=search_metrics.SearchRecord,
@@ -104,6 +115,10 @@ KINDS: dict[str, Kind] = {
         in_paper=False,
         types=(),
         truth=lambda labels: ("answer", labels.get("answer", "unknown"), ""),
+        group=("hops", lambda record: str(record.hops)),
+        outcomes=search_metrics.OUTCOMES,
+        outcome=search_metrics.outcome,
+        answered=lambda record: ("", ""),
     ),
 }
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from trace_jax.config import ConfigError, EvaluationConfig
-from trace_jax.evaluation.bootstrap import at_k, interval, paired, resample_counts
+from trace_jax.evaluation.bootstrap import UNFINISHED, at_k, interval, paired, resample_counts
 from trace_jax.evaluation.reliability import SELECTIVE, reliability
 from trace_jax.simulator.causes import CAUSE_NAMES, EPISODE_TYPES, NO_SIGNAL, SEGMENT_CAUSES
 
@@ -90,6 +90,28 @@ def record_of(
         driver=info.get("driver"),
         confidence=confidence,
     )
+
+
+OUTCOMES = ("right", "wrong slice", "wrong cause", "false alarm", "missed", "unreadable", *UNFINISHED.values())
+
+
+def outcome(record: EvalRecord) -> str:
+    """What became of an answer, one of `OUTCOMES`.
+
+    wrong slice: the cause is right. false alarm: a cause where nothing happened. missed: "nothing happened" where
+    something did. unreadable: no decision could be parsed.
+    """
+    if record.full_right:
+        return "right"
+    if record.status in UNFINISHED:
+        return UNFINISHED[record.status]
+    if not record.parsed:
+        return "unreadable"
+    if record.cause_right:
+        return "wrong slice"
+    if record.cause == NO_SIGNAL:
+        return "false alarm"
+    return "missed" if record.predicted == NO_SIGNAL else "wrong cause"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trace_jax.config import ConfigError, EvaluationConfig
-from trace_jax.evaluation.bootstrap import NULLS, at_k, interval, paired, resample_counts
+from trace_jax.evaluation.bootstrap import NULLS, UNFINISHED, at_k, interval, paired, resample_counts
 
 _INTERVALS = ("right_at_1", "right_at_5", "parsed", "tool_calls")
 
@@ -49,6 +49,18 @@ def record_of(
         tool_calls=tool_calls,
         status=status,
     )
+
+
+OUTCOMES = ("right", "wrong answer", "unreadable", *UNFINISHED.values())
+
+
+def outcome(record: SearchRecord) -> str:
+    """What became of an answer, one of `OUTCOMES`. unreadable: no answer could be parsed."""
+    if record.right:
+        return "right"
+    if record.status in UNFINISHED:
+        return UNFINISHED[record.status]
+    return "wrong answer" if record.parsed else "unreadable"
 
 
 def check_record(record: SearchRecord) -> None:

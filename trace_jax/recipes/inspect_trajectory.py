@@ -20,6 +20,7 @@ from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.recipes.turn_probe import TurnProbe, reference
 from trace_jax.recipes.workspace import Workspace
+from trace_jax.report.turns import Worth, steps, worth
 from trace_jax.rollout.trajectory import Trajectory, read_parquet, stored
 
 SHOWN_LINES = 12  # of an observation
@@ -27,20 +28,11 @@ SHOWN_LINES = 12  # of an observation
 
 @dataclass(frozen=True)
 class Seen:
-    """One turn: what the policy wrote, what it read, and what that was worth.
-
-    Attributes:
-        value: V after the turn, None for a turn without a result.
-        delta: change of V over the turn. credit: its average over the look-ahead.
-        advantage: of each of its tokens; None where the trajectory's group is not known.
-    """
+    """One turn: what the policy wrote, what it read, and what that was worth."""
 
     turn: Turn
     observation: str | None
-    value: float | None
-    delta: float | None
-    credit: float | None
-    advantage: float | None
+    worth: Worth
 
 
 def show(path: Path, index: int | None, split: str) -> dict[str, Any]:
@@ -95,9 +87,9 @@ def show(path: Path, index: int | None, split: str) -> dict[str, Any]:
                 "kind": s.turn.kind,
                 "text": s.turn.text,
                 "observation": s.observation,
-                "delta": s.delta,
-                "credit": s.credit,
-                "advantage": s.advantage,
+                "delta": s.worth.delta,
+                "credit": s.worth.credit,
+                "advantage": s.worth.advantage,
             }
             for s in seen
         ],
@@ -106,31 +98,8 @@ def show(path: Path, index: int | None, split: str) -> dict[str, Any]:
 
 def turns(t: Trajectory, work: Workspace, outcome: float | None) -> list[Seen]:
     """The turns of a probed trajectory."""
-    config = work.config.grpo.turn_credit
-    values = turn_credit.values(np.array(t.probes), config.epsilon)
-    deltas = turn_credit.FORMS[config.form](turn_credit.gaps(np.array(t.probes), config.epsilon))
-    credits = turn_credit.turn_credits(np.array(t.probes), config)
-    advantages = None
-    if outcome is not None and not config.pays:
-        advantages = np.full(len(t.ids), outcome)  # training used the outcome alone
-    elif outcome is not None:
-        advantages = turn_credit.token_advantages(t.turn_index, t.loss_mask, t.probes, outcome, config)
-    result = []
-    for k in range(int(t.turn_index.max(initial=-1)) + 1):
-        mine = t.turn_index == k
-        sampled, read = t.ids[mine & t.loss_mask], t.ids[mine & ~t.loss_mask]
-        paid = k < len(credits)
-        result.append(
-            Seen(
-                work.chat.parse_turn(sampled.tolist()),
-                "".join(text for _, text in work.chat.given(read.tolist())) if len(read) else None,
-                float(values[k + 1]) if paid else None,
-                float(deltas[k]) if paid else None,
-                float(credits[k]) if paid else None,
-                None if advantages is None else float(advantages[mine & t.loss_mask][0]),
-            )
-        )
-    return result
+    found = zip(steps(t, work.chat), worth(t, work.config.grpo.turn_credit, outcome), strict=True)
+    return [Seen(step.turn, step.observation, value) for step, value in found]
 
 
 def _file(path: Path) -> Path:
@@ -155,13 +124,15 @@ def _lines(t: Trajectory, user: str, gold: str, seen: list[Seen], path: Path, in
         "",
     )
     yield f"at first    log-probability of the truth {t.probes[0]:.3f} a token", ""
+    most = max((s.worth.credit for s in seen if s.worth.credit is not None), default=0.0)
     for number, s in enumerate(seen, 1):
-        worth = "" if s.value is None else f"value {s.value:+.3f} ({s.delta:+.3f}), credit {s.credit:+.3f}"
-        worth += "" if s.advantage is None else f"{', ' if worth else ''}advantage {s.advantage:+.3f}"
-        best = s.credit is not None and s.credit > 0 and s.credit == max(o.credit for o in seen if o.credit is not None)
+        w = s.worth
+        told = "" if w.value is None else f"value {w.value:+.3f} ({w.delta:+.3f}), credit {w.credit:+.3f}"
+        told += "" if w.advantage is None else f"{', ' if told else ''}advantage {w.advantage:+.3f}"
+        best = w.credit is not None and w.credit == most > 0
         cut_off = number == len(seen) and t.status in ("truncated", "timed_out") and s.turn.kind == "malformed"
         yield (
-            f"turn {number:<6d} {'cut off' if cut_off else s.turn.kind}: {worth}" + ("   <- paid most" if best else ""),
+            f"turn {number:<6d} {'cut off' if cut_off else s.turn.kind}: {told}" + ("   <- paid most" if best else ""),
             "bold green" if best else "bold",
         )
         for line in s.turn.text.splitlines():

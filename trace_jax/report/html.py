@@ -1,246 +1,218 @@
-"""A run directory as one self-contained HTML page: results, confusion matrix, curves, investigations, configuration.
+"""A run directory, or two beside each other, as one self-contained HTML page: results, curves, and every investigation
+that was kept, to be looked through.
 
-Every part is left out when its file is not there, so the page of an unfinished run is a page too.
+Every part is left out when its file is not there, so the page of an unfinished run is a page too. Results, curves and a
+few investigations are markup that needs no script; the rest is data inside the page that its script unpacks.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import functools
-import json
-import math
-import operator
-import warnings
+import hashlib
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
-import numpy as np
 
 from trace_jax import config_io
-from trace_jax.config import ChatConfig, ConfigError, EvaluationConfig
-from trace_jax.evaluation import store, table
+from trace_jax.config import ChatConfig, ConfigError, RunConfig
+from trace_jax.evaluation import store
 from trace_jax.evaluation.kinds import KINDS, Kind, kind_of
+from trace_jax.evaluation.metrics import UNPARSED
 from trace_jax.policy import chat_files
 from trace_jax.policy.chat import Chat
-from trace_jax.report import svg
+from trace_jax.report import browse, curves, recorded, results, svg
+from trace_jax.report.packed import finite, pack
+from trace_jax.report.subjects import series
 from trace_jax.report.target import check_target, put
-from trace_jax.report.template import PAGE
-from trace_jax.rollout.trajectory import Trajectory, read_parquet
+from trace_jax.report.turns import said
+from trace_jax.rollout.trajectory import Trajectory
 
-CASES_PER_TYPE = 1  # right and wrong investigations shown of each episode type
-_NOT_CURVES = {"stage", "step"}
-_DRAWABLE = 1e100  # beyond it the arithmetic of a chart overflows
+CASES_PER_TYPE = 1  # right and wrong investigations of each episode type that are shown without a script
+LIMIT = 2000  # trajectories of a run
+PAGE = Path(__file__).parent / "page"
+SCRIPTS = ("data.js", "charts.js", "curves.js", "list.js", "detail.js", "main.js")
+# Read with this module: a run may train for days, and its page is made at the end, by the code that it began with.
+_FILES = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir() if path.is_file()}
 
 
-def write(run_dir: str | Path, out: str | Path | None = None) -> Path:
+@dataclass(frozen=True)
+class _Run:
+    """What a page shows of a run directory."""
+
+    name: str
+    path: Path
+    config: RunConfig | None  # None: damaged
+    evaluated: results.Evaluated
+    metrics: curves.Metrics
+    chat: Chat | None
+    recorded: recorded.Recorded
+
+
+def write(
+    run_dir: str | Path,
+    out: str | Path | None = None,
+    *,
+    compare: str | Path | None = None,
+    limit: int = LIMIT,
+) -> Path:
     """Build the page of `run_dir` and write it to `out` (default `run_dir/report.html`).
+
+    Args:
+        compare: a run to show beside it.
+        limit: trajectories of each run.
 
     Raises:
         ConfigError: `run_dir` is no run directory, one of its files is broken, or the page cannot be written.
     """
     target = Path(out) if out is not None else Path(run_dir) / "report.html"
     check_target(target, ours=out is None)
-    return put(target, build(run_dir), ours=out is None)
+    page = build(run_dir, compare=compare, limit=limit)
+    return put(target, page, ours=out is None)
 
 
-def build(run_dir: str | Path) -> str:
+def build(
+    run_dir: str | Path,
+    *,
+    compare: str | Path | None = None,
+    limit: int = LIMIT,
+) -> str:
     """The page as text."""
-    run_dir = Path(run_dir)
-    config_file = run_dir / "config.yaml"
-    if not config_file.is_file():
-        raise ConfigError(f"no run in {run_dir} (no config.yaml there): check --run-dir")
-    agents = store.load_summaries(run_dir)
-    kind = kind_of(agents) if agents else _kind_of_run(config_file)
-    last = _last_agent(agents)
-    cases, cases_from = _cases(run_dir, kind)
-    stages, skipped = _stages(run_dir / "metrics.jsonl")
+    names = _names([Path(run_dir), *([Path(compare)] if compare is not None else [])])
+    runs = [_open(path, name, "--compare" if i else "--run-dir", limit) for i, (path, name) in enumerate(names)]
+    first, evaluated = runs[0], [run.evaluated for run in runs]
+    if len({id(e.kind) for e in evaluated}) > 1:
+        raise ConfigError(f"{names[0][0]} and {names[1][0]} are of different environments: compare runs of one")
+    index, parts, notes = _trajectories(runs)
+    code = "\n".join(_FILES[name] for name in SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{code}\n}})();\n'
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.from_string(PAGE).render(
-        name=run_dir.resolve().name,
-        subtitle=_subtitle(agents, last),
-        figures=_figures(agents[last], kind) if last else [],
-        table=table.build(agents) if agents else None,
-        differences=_differences(run_dir, agents, kind),
-        breakdown=_breakdown(agents, kind),
-        matrix=_matrix(last, agents[last]) if last and kind.confusion else None,
-        stages=stages,
-        skipped=skipped,
-        cases=cases,
-        cases_from=cases_from,
-        config=config_file.read_text(encoding="utf-8", errors="replace"),
+    newest = first.recorded.newest
+    tables, unpaired = results.paired(*evaluated) if len(runs) == 2 else ([], [])
+    return environment.from_string(_FILES["page.html"]).render(
+        names=[run.name for run in runs],
+        subtitles=[_subtitle(e) for e in evaluated],
+        figures=[results.figures(e) for e in evaluated],
+        table=results.held_out(evaluated),
+        differences=[(run.name, results.differences(run.evaluated)) for run in runs],
+        paired=tables,
+        unpaired=unpaired,
+        breakdowns=[(run.name, b) for run in runs if (b := results.breakdown(run.evaluated))],
+        matrices=[m for e in evaluated if (m := results.matrix(e))],
+        failures=[results.failures(e) for e in evaluated],
+        stages=_charts(runs),
+        phases=[(run.name, run.metrics.phases) for run in runs if run.metrics.phases],
+        skipped=[run.metrics.note for run in runs if run.metrics.note],
+        recorded=[(run.name, len(run.recorded.shown), run.recorded.total) for run in runs],
+        notes=notes,
+        cases=_cases(first, first.evaluated.kind),
+        cases_from=newest.path.name if newest else "",
+        group=first.evaluated.kind.group[0],
+        outcomes=first.evaluated.kind.outcomes,
+        configs=[(run.name, _text(run.path / "config.yaml")) for run in runs],
+        style=_FILES["page.css"],
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        index=pack(index),
+        parts=parts,
     )
 
 
-def _last_agent(agents: dict[str, dict]) -> str | None:
-    """The trained agent that the headline is about."""
-    for name in reversed(table.LABELS):
-        if name in agents:
-            return name
-    return next(iter(agents), None)
+def _names(paths: list[Path]) -> list[tuple[Path, str]]:
+    """Paths with the names that tell them apart."""
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{path.resolve().parent.name}/{name}" for path, name in zip(paths, names, strict=True)]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({letter})" for name, letter in zip(names, "AB", strict=False)]
+    return list(zip(paths, names, strict=True))
 
 
-def _subtitle(agents: dict[str, dict], last: str | None) -> str:
-    if last is None:
-        return "trace-jax run"
-    extra = agents[last]["extra"]
-    return f"{table.LABELS.get(last, last)} on {extra['episodes']} held-out episodes, {extra['samples']} answers each"
+def _open(path: Path, name: str, flag: str, limit: int) -> _Run:
+    if not (path / "config.yaml").is_file():
+        raise ConfigError(f"no run in {path} (no config.yaml there): check {flag}")
+    config = None
+    with contextlib.suppress(ConfigError):  # a damaged file is shown as it is, as one of "ads"
+        config = config_io.load(path / "config.yaml")
+    agents = store.load_summaries(path)
+    kind = kind_of(agents) if agents else KINDS[config.environment.name] if config else KINDS["ads"]
+    chat, kept = None, recorded.Recorded([], 0, [])
+    if chat_files.tokenizer_files(path) and any((path / "trajectories").glob("*.parquet")):
+        chat = chat_files.open_chat(path, config.chat if config else ChatConfig())
+        kept = recorded.read(path, chat, config, limit)
+    metrics = curves.read(path / "metrics.jsonl")
+    return _Run(name, path, config, results.Evaluated(name, path, agents, kind), metrics, chat, kept)
 
 
-def _figures(summary: dict, kind: Kind) -> list[dict[str, str]]:
-    chosen = {label: functools.reduce(operator.getitem, path, summary) for label, path in kind.figures}
-    return [
-        {
-            "label": label,
-            "value": f"{c['value']:.3g}",
-            "detail": "" if c["low"] is None else f"{c['low']:.3g} to {c['high']:.3g}",
-        }
-        for label, c in chosen.items()
-        if c["value"] is not None
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _subtitle(run: results.Evaluated) -> str:
+    if run.last is None:
+        return "nothing was evaluated yet"
+    extra = run.agents[run.last]["extra"]
+    return f"{results.label(run.last)} on {extra['episodes']} held-out episodes, {extra['samples']} answers each"
+
+
+def _charts(runs: list[_Run]) -> list[tuple[str, list[tuple[str, list[dict[str, str]]]]]]:
+    """By stage and family (see `curves.family`), of every figure that a run logged at more than one step."""
+    drawn = [run.metrics.drawn() for run in runs]
+    result = []
+    for stage in dict.fromkeys(stage for found in drawn for stage in found):
+        families: dict[str, list[dict[str, str]]] = defaultdict(list)
+        families[""] = []
+        for name in dict.fromkeys(name for found in drawn for name in found.get(stage, {})):
+            own = [found.get(stage, {}).get(name) for found in drawn]
+            points = [curve.points() if curve else [] for curve in own]
+            last = " / ".join("-" if c is None or c.last is None else f"{c.last:.4g}" for c in own)
+            chart = svg.line_chart(points[0], title=f"{stage}: {name} by step", beside=points[1] if points[1:] else ())
+            families[curves.family(name)].append({"name": name, "last": last, "svg": chart})
+        result.append((stage, [(name, charts) for name, charts in families.items() if charts]))
+    return result
+
+
+def _trajectories(runs: list[_Run]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Index (with the curves, too) and parts of the page's data, and what there is to say about them."""
+    notes, browsed = [], []
+    for number, run in enumerate(runs):
+        notes += run.recorded.notes
+        found: dict[tuple[str, int], Any] = {}
+        for split in ("test", "train"):
+            wanted = {
+                x.trajectory.task_index: x.trajectory.labels for x in run.recorded.shown if x.source.split == split
+            }
+            if run.config is None or not wanted:
+                continue
+            drawn, why = series(run.config, split, wanted, run.path / "data")
+            found |= {(split, task): s for task, s in drawn.items()}
+            notes += [f"no charts of the {split} episodes of {run.name}, {why}"] if why else []
+        kind = run.evaluated.kind
+        browsed.append(browse.Run(number, kind, run.chat, run.config, run.recorded.shown, found))
+    index, parts, left_out = browse.encode(browsed)
+    if left_out:
+        notes.append(f"{left_out} more trajectories would have made this page larger than a browser likes to open")
+    index["runs"] = [run.name for run in runs]
+    index["unread"] = UNPARSED
+    index["asked"] = runs[0].evaluated.kind.truth({})[0]
+    index["outcomes"] = list(runs[0].evaluated.kind.outcomes)
+    index["curves"] = [
+        {stage: {name: c.thinned() for name, c in named.items()} for stage, named in run.metrics.drawn().items()}
+        for run in runs
     ]
+    return index, parts, notes
 
 
-def _differences(run_dir: Path, agents: dict[str, dict], kind: Kind) -> list[str]:
-    """One sentence for each pair of successive stages: what the headline metric gained on the same episodes."""
-    notes = []
-    rivals = ((name, "grpo") for name in (*kind.agents, *kind.rivals))
-    for first, second in (("untrained", "sft"), ("sft", "grpo"), *rivals):
-        if first not in agents or second not in agents:
-            continue
-        pair = [store.load_records(run_dir, name, kind) for name in (first, second)]
-        change = kind.difference(*pair, EvaluationConfig())
-        if change["value"] is not None:
-            notes.append(
-                f"{table.LABELS[second]} minus {table.LABELS[first]}, {kind.headline} on the same episodes: "
-                f"{change['value']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]"
-            )
-    return notes
-
-
-def _breakdown(agents: dict[str, dict], kind: Kind) -> dict | None:
-    if not agents or kind.breakdown is None:
-        return None
-    names = [n for n in table.LABELS if n in agents] + [n for n in agents if n not in table.LABELS]
-    category, entry = kind.breakdown
-
-    def cell(node: dict) -> tuple[str, float]:
-        return ("-", 0.0) if node["value"] is None else (f"{node['value']:.2f}", round(node["value"] * 0.5, 3))
-
-    rows = [(c, [cell(agents[n][entry][c]) for n in names]) for c in agents[names[0]][entry]]
-    return {
-        "title": f"{kind.headline} by {category}",
-        "category": category,
-        "columns": [table.LABELS.get(n, n) for n in names],
-        "rows": rows,
-    }
-
-
-def _matrix(agent: str, summary: dict) -> dict:
-    found = summary["extra"]["confusion"]
-    rows = []
-    for cause, counts in zip(found["causes"], found["counts"], strict=True):
-        total = sum(counts)
-        cells = []
-        for predicted, count in zip(found["predicted"], counts, strict=True):
-            share = count / total if total else 0.0
-            cells.append((f"{share:.2f}" if count else "", round(share * 0.7, 3), predicted == cause and count > 0))
-        rows.append({"cause": cause, "cells": cells, "total": total})
-    return {"agent": table.LABELS.get(agent, agent), "columns": found["predicted"], "rows": rows}
-
-
-def _flatten(record: dict, prefix: str = "") -> dict[str, float]:
-    flat: dict[str, float] = {}
-    for key, value in record.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            flat[prefix + key] = float(value) if abs(value) < _DRAWABLE else math.nan
-        elif value is None:
-            flat[prefix + key] = math.nan  # a gap, not a missing curve
-    return flat
-
-
-def _stages(path: Path) -> tuple[list[tuple[str, list[dict]]], str]:
-    """Charts of every figure that was logged at more than one step, by stage in order of appearance; and a note about
-    lines that are no records (empty when there are none)."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    data = path.read_bytes() if path.is_file() else b""
-    broken = []
-    lines = data.splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            stage, step = str(record["stage"]), float(record["step"])
-            if not abs(step) < 2**53:
-                raise ValueError("step")
-            figures = _flatten({k: v for k, v in record.items() if k not in _NOT_CURVES})
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            if line.strip() and (number < len(lines) or data.endswith(b"\n")):  # else: cut short by a crash
-                broken.append(number)
-            continue
-        for name, value in figures.items():
-            curves[stage][name].append((step, value))
-    note = ""
-    if broken:
-        note = f"skipped {len(broken)} lines of {path.name} that are no records (the first is line {broken[0]})"
-        warnings.warn(note, stacklevel=2)
-    result = []
-    for stage, named in curves.items():
-        charts = []
-        for name, points in named.items():
-            finite = [y for _, y in points if math.isfinite(y)]
-            if len(points) > 1 and finite:
-                drawn = svg.line_chart(points, title=f"{stage}: {name} by step")
-                charts.append({"name": name, "last": f"{finite[-1]:.4g}", "svg": drawn})
-        if charts:
-            result.append((stage, charts))
-    return result, note
-
-
-def turns(trajectory: Trajectory, chat: Chat) -> list[tuple[str, str, bool]]:
-    """`(role, text, sampled)` of each stretch of a trajectory: prompt, then calls, results and the answer."""
-    mask, turn = np.asarray(trajectory.loss_mask), np.asarray(trajectory.turn_index)
-    starts = np.flatnonzero(np.r_[True, (mask[1:] != mask[:-1]) | (turn[1:] != turn[:-1])])
-    result = []
-    for start, end in zip(starts, [*starts[1:], len(mask)], strict=True):
-        ids = [int(i) for i in trajectory.ids[start:end]]
-        if mask[start]:
-            said = chat.parse_turn(ids)
-            result.append((said.kind, said.text.strip(), True))
-        else:
-            result += [(role, text.strip(), False) for role, text in chat.given(ids)]
-    return [entry for entry in result if entry[1]]
-
-
-def _kind_of_run(config_file: Path) -> Kind:
-    """Of a run in which nothing was evaluated yet; a damaged file is shown as it is, as one of "ads"."""
-    with contextlib.suppress(ConfigError):
-        return KINDS[config_io.load(config_file).environment.name]
-    return KINDS["ads"]
-
-
-def _chat_config(config_file: Path) -> ChatConfig:
-    """Of a run; a damaged file is shown as it is, with the usual settings."""
-    with contextlib.suppress(ConfigError):
-        return config_io.load(config_file).chat
-    return ChatConfig()
-
-
-def _cases(run_dir: Path, kind: Kind) -> tuple[list[dict], str]:
-    """A right and a wrong investigation of each episode type: of the best agent evaluated, else the newest ones."""
-    files = sorted((run_dir / "trajectories").glob("*.parquet"), key=lambda p: (p.stat().st_mtime, p.name))
-    evaluated = [f for stage in ("untrained", "sft", "grpo") for f in files if f.stem == stage]
-    files += evaluated[-1:]
-    names = chat_files.tokenizer_files(run_dir)
-    if not files or not names:
-        return [], ""
-    chat = chat_files.open_chat(run_dir, _chat_config(run_dir / "config.yaml"))
+def _cases(run: _Run, kind: Kind) -> list[dict[str, Any]]:
+    """A right and a wrong investigation of each episode type: of the best agent evaluated, else of the newest step."""
     chosen: dict[tuple[str, bool], list[Trajectory]] = defaultdict(list)
-    # A model imported with its tokenizer may have more rows than that has tokens.
-    size = chat.tokenizer.vocab_size if names[0] == chat_files.SENTENCEPIECE else math.inf
-    for t in read_parquet(files[-1]):
-        if len(t) and not 0 <= t.ids.min() <= t.ids.max() < size:
-            raise ConfigError(f"{files[-1]} was written with another tokenizer than {run_dir / names[0]}: delete it")
+    for shown in run.recorded.shown:
+        t = shown.trajectory
+        if shown.source != run.recorded.newest:
+            continue
         group = chosen[(str(t.labels.get("type")), bool(t.info.get("full_right")))]
         if len(group) < CASES_PER_TYPE and all(t.task_index != other.task_index for other in group):
             group.append(t)
@@ -248,19 +220,17 @@ def _cases(run_dir: Path, kind: Kind) -> tuple[list[dict], str]:
     for name in kind.types or sorted({name for name, _ in chosen}):
         for right in (True, False):
             for t in chosen[(name, right)]:
-                outcome = "right" if right else "wrong" if t.status == "finished" else t.status
-                asked, truth, where = kind.truth(t.labels)
+                graded = browse.graded(t, kind)
                 cases.append(
                     {
                         "index": t.task_index,
                         "type": name,
-                        "asked": asked,
-                        "truth": truth,
-                        "where": where,
+                        "truth": graded.truth,
+                        "where": graded.where,
                         "right": right,
-                        "outcome": outcome,
-                        "reward": f"{t.reward:.2f}",
-                        "turns": turns(t, chat),
+                        "outcome": graded.outcome,
+                        "reward": f"{finite(t.reward, 3) or 0:.2f}",
+                        "turns": said(t, run.chat) if run.chat else [],
                     }
                 )
-    return cases, files[-1].name
+    return cases

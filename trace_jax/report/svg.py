@@ -32,13 +32,20 @@ def thin(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -> list
     return [(sum(x for x, _ in r) / len(r), sum(y for _, y in r) / len(r)) for r in runs]
 
 
-def line_chart(points: Sequence[tuple[float, float]], *, title: str, x_label: str = "step") -> str:
-    """One curve with axes and ticks; the heading is the caller's, `title` is what a screen reader says.
+def line_chart(
+    points: Sequence[tuple[float, float]],
+    *,
+    title: str,
+    x_label: str = "step",
+    beside: Sequence[tuple[float, float]] = (),
+) -> str:
+    """One curve with axes and ticks, and another one `beside` it (class "other"); the heading is the caller's, `title`
+    is what a screen reader says.
 
     Points whose value is not finite leave a gap in the curve; a chart without any finite point is an empty string.
     """
-    curve = thin(points)
-    finite = [(x, y) for x, y in curve if math.isfinite(x) and math.isfinite(y)]
+    curves = [("", thin(points)), (" other", thin(beside))]
+    finite = [(x, y) for _, curve in curves for x, y in curve if math.isfinite(x) and math.isfinite(y)]
     if not finite:
         return ""
     xs, ys = [x for x, _ in finite], [y for _, y in finite]
@@ -63,21 +70,24 @@ def line_chart(points: Sequence[tuple[float, float]], *, title: str, x_label: st
         across = at(x, y0).split(",")[0]
         parts.append(f'<text class="tick" x="{across}" y="{HEIGHT - 8}" text-anchor="middle">{_number(x)}</text>')
     parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{escape(x_label)}</text>')
-    run: list[str] = []
-    for x, y in [*curve, (math.nan, math.nan)]:
-        if math.isfinite(x) and math.isfinite(y):
-            run.append(at(x, y))
-        elif run:
-            # A single point has no line: draw it as one of its own.
-            parts.append(_dot(run[0]) if len(run) == 1 else f'<polyline class="curve" points="{" ".join(run)}"/>')
-            run = []
-    parts.append(_dot(at(*finite[-1])))
+    for style, curve in reversed(curves):  # the first lies on top
+        run: list[str] = []
+        for x, y in [*curve, (math.nan, math.nan)]:
+            if math.isfinite(x) and math.isfinite(y):
+                run.append(at(x, y))
+            elif run:
+                # A single point has no line: draw it as one of its own.
+                line = f'<polyline class="curve{style}" points="{" ".join(run)}"/>'
+                parts.append(_dot(run[0], style) if len(run) == 1 else line)
+                run = []
+        known = [p for p in curve if math.isfinite(p[0]) and math.isfinite(p[1])]
+        parts += [_dot(at(*known[-1]), style)] if known else []
     return "".join([*parts, "</svg>"])
 
 
-def _dot(place: str) -> str:
+def _dot(place: str, style: str = "") -> str:
     x, y = place.split(",")
-    return f'<circle class="dot" cx="{x}" cy="{y}" r="2.5"/>'
+    return f'<circle class="dot{style}" cx="{x}" cy="{y}" r="2.5"/>'
 
 
 def _number(x: float) -> str:

@@ -146,6 +146,8 @@ _SCHEMA = pa.schema(
         ("expert_layers", pa.int32()),
     ]
 )
+_REPLAYED = ("kept", "experts", "expert_layers")
+_PART = 64  # rows
 _LATER = ("stale", "kept", "probes", "experts", "expert_layers")  # columns that files of earlier versions lack
 
 
@@ -198,7 +200,8 @@ def to_table(trajectories: Iterable[Trajectory], step: int = 0) -> pa.Table:
 def from_table(table: pa.Table) -> list[Trajectory]:
     """Inverse of `to_table` (the step is a column of the table, not of a trajectory)."""
     result = []
-    for row in table.to_pylist():
+    # In parts: as Python numbers the token streams of a whole file take some ten times the room of the arrays.
+    for row in (row for part in table.to_batches(max_chunksize=_PART) for row in part.to_pylist()):
         row.pop("step")
         streams = {
             "ids": np.asarray(row.pop("ids"), np.int32),
@@ -213,10 +216,10 @@ def from_table(table: pa.Table) -> list[Trajectory]:
         row["versions"] = tuple(row["versions"])
         row["stale"] = tuple(row["stale"] or ())
         row["probes"] = tuple(row["probes"] or ())
-        if row["kept"] is not None:
+        if row.get("kept") is not None:
             row["kept"] = np.asarray(row["kept"], np.int32).reshape(len(streams["ids"]), -1)
-        layers = row.pop("expert_layers")
-        if row["experts"] is not None:
+        layers = row.pop("expert_layers", None)
+        if row.get("experts") is not None:
             row["experts"] = np.asarray(row["experts"], np.int16).reshape(len(streams["ids"]), layers, -1)
         result.append(Trajectory(**row, **streams))
     return result
@@ -238,8 +241,11 @@ def write_parquet(path: str | Path, trajectories: Sequence[Trajectory], step: in
         raise ConfigError(f"cannot write trajectories to {path}: {error}; free space or change --run-dir") from error
 
 
-def read_parquet(path: str | Path) -> list[Trajectory]:
+def read_parquet(path: str | Path, *, replay: bool = True) -> list[Trajectory]:
     """Reads a file of `write_parquet`.
+
+    Args:
+        replay: also what only a learner needs, `kept` and `experts`, which may be a hundred times the rest.
 
     Raises:
       ConfigError: the file is missing or is no trajectory file.
@@ -249,7 +255,8 @@ def read_parquet(path: str | Path) -> list[Trajectory]:
         found = pq.read_schema(path).names
         if lacking := [name for name in _SCHEMA.names if name not in found and name not in _LATER]:
             raise ValueError(f"it has no column `{lacking[0]}`")
-        return from_table(pq.read_table(path, schema=_SCHEMA))
+        columns = [name for name in _SCHEMA.names if replay or name not in _REPLAYED]
+        return from_table(pq.read_table(path, schema=_SCHEMA, columns=columns))
     except FileNotFoundError as error:
         raise ConfigError(f"cannot read trajectories from {path}: no such file; check the path") from error
     except (OSError, pa.ArrowException, KeyError, ValueError, TypeError, AttributeError) as error:

@@ -135,7 +135,7 @@ def load_split(
     size = getattr(config.data, name)
     path = None
     if cache_dir is not None:
-        path = Path(cache_dir) / f"{name}-{_fingerprint(config, name, size)}.npz"
+        path = _cache_path(config, name, cache_dir)
         cached = _load_arrays(path, name) if path.exists() else None
         if cached is not None:
             return cached
@@ -143,6 +143,20 @@ def load_split(
     if path is not None:
         _save_arrays(path, episodes)
     return episodes
+
+
+def kept_splits(config: RunConfig, name: str, cache_dir: Path | str) -> Iterator[EpisodeSet]:
+    """What `load_split` kept there under the name of a split: first what it would take, then, newest first, what was
+    made with other settings or by other code of the simulator, as it was when the run used it."""
+    own = _cache_path(config, name, cache_dir)
+    others = sorted(Path(cache_dir).glob(f"{name}-*.npz"), key=lambda path: -path.stat().st_mtime)
+    for path in dict.fromkeys((own, *others)):
+        if path.is_file() and (episodes := _load_arrays(path, name)) is not None:
+            yield episodes
+
+
+def _cache_path(config: RunConfig, name: str, cache_dir: Path | str) -> Path:
+    return Path(cache_dir) / f"{name}-{_fingerprint(config, name, getattr(config.data, name))}.npz"
 
 
 def load_composed(
@@ -291,7 +305,7 @@ def _load_arrays(path: Path, split: str) -> EpisodeSet | None:
         with np.load(path) as stored:
             return from_fields(dict(stored), split)
     except Exception as error:  # zipfile, pickle, key and value errors alike mean: not usable
-        warnings.warn(f"{path} is damaged ({error}); simulating the split again", stacklevel=3)
+        warnings.warn(f"{path} is damaged ({error}) and not used", stacklevel=3)
         return None
 
 
