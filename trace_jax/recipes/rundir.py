@@ -119,7 +119,8 @@ ADDED = (
     *(f"grpo.{n}" for n in ("old_policy", "correction", "overlong", "kl_estimator", "staleness", "weight_sync")),
     *("grpo.validation_samples", "grpo.keep_best", "grpo.microbatch.buckets", "sft.microbatch.buckets"),
     *("mesh.rollout", "save_in_background", "grpo.turn_credit", "environment.name", "search", "grpo.hints"),
-    *("sft.without", "capability", "endpoint", "environment.worlds", "lora", "chat", "rollout.replay_routes"),
+    *("sft.without", "capability", "endpoint", "environment.worlds", "environment.penalty_false_cause"),
+    *("lora", "chat", "rollout.replay_routes"),
     *(f"policy.{n}" for n in ("vocab_size", "rotary_fraction", "attention_gate", "norm_offset", "norm_topk_prob")),
     *(f"policy.{n}" for n in ("mixers", "delta_", "conv_width", "expert", "shared_expert", "param_dtype")),
 )
@@ -138,6 +139,7 @@ FIRST_USED = {
     "environment.reward_attr": "grpo",
     "environment.reward_full": "grpo",
     "environment.reward_format": "grpo",
+    "environment.penalty_false_cause": "grpo",
     "data": "grpo",
     "data.seed": "teacher",
     "tokenizer": "tokenizer",
