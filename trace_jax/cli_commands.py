@@ -148,7 +148,8 @@ def _compile(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
 
 def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import planted, reproduce, targeting
+    from trace_jax.recipes import planted, reproduce, scored, targeting
+    from trace_jax.recipes.studies import SCORED
 
     if args.study == targeting.NAME:
         if args.variants:
@@ -170,7 +171,7 @@ def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
             if getattr(args, flag) is not None:
                 raise ConfigError(f"--{flag} does not go with {planted.NAME}, which trains SFT policies: leave it out")
         return planted.command(config, args.out, seeds=args.seeds or planted.SEEDS, variants=args.variants)
-    return reproduce.command(
+    return (scored if args.study in SCORED else reproduce).command(
         args.study,
         config,
         args.out,
