@@ -72,9 +72,7 @@ def test_means_and_differences_over_seeds():
 
 def test_orderings_need_both_intervals():
     figures, records = runs_of({SFT: (0.1, 0.95), RL: (0.97, 0.2)})
-    found = {
-        (o["higher"], o["metric"]): o for o in scored_table.summary(figures, records, CAUSAL, CONFIG)["orderings"]
-    }
+    found = {(o["higher"], o["metric"]): o for o in scored_table.summary(figures, records, CAUSAL, CONFIG)["orderings"]}
     assert set(found) == {(RL, "full_attr_at_1"), (SFT, "no_signal")}  # there are no two-attribute episodes
     falls = found[SFT, "no_signal"]
     assert falls["reported"] == pytest.approx(0.76 - 0.49) and falls["holds"] == "yes"

@@ -73,8 +73,15 @@ def _train(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]
 
 
 def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
-    from trace_jax.recipes import assess, compare
+    from trace_jax.recipes import assess, compare, leaderboard
 
+    if args.table:
+        for flag, name in (("run_dir", "--run-dir"), ("compare", "--compare")):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"{name} does not go with --table, which names its runs: leave it out")
+        return leaderboard.command(args.table, args.out, config.evaluation, config.seed)
+    if args.out is not None:
+        raise ConfigError("--out is of `eval --table`: results go into --run-dir, leave it out")
     if args.compare:
         return compare.command(tuple(args.compare), args.run_dir, config.evaluation, config.seed)
     return assess.command(args.run_dir, config, agent=args.agent, split=args.split)

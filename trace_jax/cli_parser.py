@@ -184,6 +184,12 @@ def build() -> argparse.ArgumentParser:
                 "directory, RUN:AGENT, or an agent of --run-dir"
             )
             p.add_argument("--compare", nargs=2, metavar=("A", "B"), help=pair)
+            whole = (
+                "instead: one table of all agents whose results these run directories hold, with the paper's figures "
+                "beside them and each run's policy tested against scan and analyst"
+            )
+            p.add_argument("--table", nargs="+", type=Path, metavar="RUN", help=whole)
+            p.add_argument("--out", type=Path, metavar="DIR", help="with --table: also write table.json and table.md")
         if name == "fit-rules":
             p.add_argument("--out", type=Path, default=Path("rules.json"), metavar="FILE", help="default: rules.json")
             p.add_argument("--episodes", type=_count, metavar="N", help="so many of the training split (default: all)")

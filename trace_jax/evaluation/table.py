@@ -21,15 +21,18 @@ LABELS = {
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Strings of a finished table: `columns` are headings, `rows` are `(label, cells)`, one cell per column."""
+    """Strings of a finished table: `columns` are headings, `rows` are `(label, cells)`, one cell per column; `corner`
+    is the heading of the labels."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str, ...]], ...]
     notes: tuple[str, ...]
     title: str = ""
+    corner: str = "metric"
 
 
-def _cell(result: Mapping, path: tuple[str, ...], decimals: int, intervals: bool) -> str:
+def cell(result: Mapping, path: tuple[str, ...], decimals: int, intervals: bool) -> str:
+    """`value [low, high]` of an entry of a result, "-" where it has none."""
     node = result
     for key in path:
         node = node.get(key) or {}
@@ -68,7 +71,7 @@ def build(agents: Mapping[str, Mapping], *, intervals: bool = True, paper: bool 
         columns += [(reported.LABELS[name], reported.PAPER[name]) for name in reported.PAPER]
         notes.append(reported.NOTE)
     shown = kind.rows(agents)
-    rows = tuple((label, tuple(_cell(r, path, d, intervals) for _, r in columns)) for label, path, d in shown)
+    rows = tuple((label, tuple(cell(r, path, d, intervals) for _, r in columns)) for label, path, d in shown)
     title = f"{kind.headline} and companions, held-out episodes"
     return ResultTable(tuple(name for name, _ in columns), rows, tuple(notes), title)
 
@@ -76,7 +79,7 @@ def build(agents: Mapping[str, Mapping], *, intervals: bool = True, paper: bool 
 def rich_table(table: ResultTable) -> Table:
     """The table for a terminal; notes become its caption."""
     out = Table(title=table.title, caption="\n".join(table.notes) or None)
-    out.add_column("metric", no_wrap=True)
+    out.add_column(table.corner, no_wrap=True)
     for name in table.columns:
         out.add_column(name, justify="right")
     for label, cells in table.rows:
@@ -95,7 +98,7 @@ def show(table: ResultTable) -> None:
 
 def plain_text(table: ResultTable) -> str:
     """The table with aligned columns and no control characters, for logs and files."""
-    lines = [("metric", *table.columns), *((label, *cells) for label, cells in table.rows)]
+    lines = [(table.corner, *table.columns), *((label, *cells) for label, cells in table.rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
 
     def row(line: tuple[str, ...]) -> str:
@@ -104,3 +107,10 @@ def plain_text(table: ResultTable) -> str:
 
     body = [row(lines[0]), "  ".join("-" * w for w in widths), *(row(line) for line in lines[1:])]
     return "\n".join([*body, *table.notes])
+
+
+def markdown(table: ResultTable) -> str:
+    """The table as Markdown, its notes below."""
+    lines = [f"| {table.corner} | {' | '.join(table.columns)} |", "|---" * (len(table.columns) + 1) + "|"]
+    lines += [f"| {label} | {' | '.join(cells)} |" for label, cells in table.rows]
+    return "\n".join([*lines, "", *(f"{note[:1].upper()}{note[1:]}." for note in table.notes)]) + "\n"
