@@ -123,6 +123,9 @@ def test_tables_and_charts():
     for name in SCORED:
         root = ET.fromstring(scored_table.chart(name, result))
         assert len(root.findall(".//{*}circle")) == (6 if name == "abstention" else 0)
+    for row in result["episodes"].values():
+        row["no_signal"] = {"value": None, "low": None, "high": None}
+    assert scored_table.chart("abstention", result) is None
 
 
 def test_what_the_paper_reports_is_in_order():
@@ -184,6 +187,39 @@ def test_a_source_with_other_lessons_is_refused(tmp_path, monkeypatch):
     for field, value in (("simulator.noise", "2.0"), ("data.seed", "3"), ("sft.epochs", "9")):
         with pytest.raises(ConfigError, match=f"`{field}` is {value}"):
             scored._check_source(tmp_path, config_io.override(config, [(field, value)]))
+
+
+def made(path, config, lessons=True):
+    """What a run directory looks like from outside after SFT; a run of GRPO alone has no lessons."""
+    (path / "checkpoints" / "sft" / "00000001").mkdir(parents=True)
+    (path / "data" / "teacher").mkdir(parents=True)
+    (path / "tokenizer.model").write_text(path.name)
+    (path / "data" / "test-1.npz").write_text("episodes")
+    if lessons:
+        (path / "data" / "teacher" / "00000.parquet").write_text(path.name)
+    (path / "config.yaml").write_text(config_io.dump(config))
+    return path
+
+
+@pytest.mark.parametrize(("seed", "with_source"), [(0, True), (1, True), (1, False)])
+def test_what_an_sft_run_begins_with(tmp_path, monkeypatch, seed, with_source):
+    """Lessons and tokenizer together, of a run that made as many; the policy only of the run that this one would be."""
+    config, copied = RunConfig(), []
+    monkeypatch.setattr(scored.adoption, "copy_policy", lambda theirs, *args: copied.append(theirs.run.path.name))
+    out = tmp_path / "study"
+    made(out / "a-rl-0", config, lessons=False)
+    made(out / "b-format-0", config_io.override(config, [("sft.trajectories", "640")]))
+    made(out / "c-sft-0", config)
+    source = made(tmp_path / "source", config_io.override(config, [("grpo.steps", "3")])) if with_source else None
+    path = out / f"sft-{seed}"
+    path.mkdir()
+    run = scored.RunDirectory(path, config.replace(seed=seed), lock=False)
+    scored._begin(out, source, run)
+    donor = "source" if with_source else "c-sft-0"
+    assert (path / "tokenizer.model").read_text() == donor
+    assert (path / "data" / "teacher" / "00000.parquet").read_text() == donor
+    assert (path / "data" / "test-1.npz").read_text() == "episodes"
+    assert copied == (["source"] if with_source and seed == 0 else [])
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def markdown(result: Mapping[str, Any], study: ScoredStudy) -> str:
     """The tables for people."""
     shown = [m for m in METRICS if m[1] != SIGNAL or any(o.metric == SIGNAL for o in study.orderings)]
     lines = [
-        f"| | {' | '.join(label for label, _, _ in shown)} | over {study.baseline} |",
+        f"| | {' | '.join(label for label, _, _ in shown)} | FullAttr@1 over {study.baseline} |",
         "|---" * (len(shown) + 2) + "|",
     ]
     for row, found in result["summary"].items():
@@ -199,9 +199,9 @@ def chart(name: str, result: Mapping[str, Any]) -> str | None:
     return training_curves(runs, "full_right", title=title, y_label="fully right")
 
 
-def tradeoff(result: Mapping[str, Any]) -> str:
+def tradeoff(result: Mapping[str, Any]) -> str | None:
     """FullAttr of episodes with a signal against accuracy without: each row with intervals over episodes, and the curve
-    of a voter that abstains at other thresholds, the mean over seeds."""
+    of a voter that abstains at other thresholds, the mean over seeds. None: there are no episodes of one kind."""
     marks = []
     for row, found in result["episodes"].items():
         quiet, signal = found["no_signal"], found["signal"]
@@ -215,6 +215,8 @@ def tradeoff(result: Mapping[str, Any]) -> str:
         ]
         ends = [(side["low"], side["high"]) for side in (quiet, signal)]
         marks.append(scatter.Mark(row, (quiet["value"], signal["value"]), *ends, curve=curve))
+    if not marks:
+        return None
     return scatter.chart(
         marks,
         title="FullAttr with a signal against accuracy without one",
