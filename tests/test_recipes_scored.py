@@ -222,6 +222,13 @@ def test_what_an_sft_run_begins_with(tmp_path, monkeypatch, seed, with_source):
     assert copied == (["source"] if with_source and seed == 0 else [])
 
 
+def test_runs_of_another_study_are_refused_before_anything_is_trained(tmp_path):
+    made(tmp_path / "sft-rl-1", RunConfig(seed=1))
+    with pytest.raises(ConfigError, match="sft-rl-1 is of another study \\(`grpo."):
+        scored.command("causal", RunConfig(), tmp_path, seeds=[0, 1], variants=[RL], steps=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["sft-rl-1"]
+
+
 @pytest.mark.slow
 def test_a_study(smoke, tmp_path, capsys, monkeypatch):
     """Two seeds from a run's lessons, one with its policy, too; an interrupt; a second study that shares the runs."""
@@ -230,15 +237,15 @@ def test_a_study(smoke, tmp_path, capsys, monkeypatch):
     words = ["reproduce", "causal", "--init", source, "--out", out, "--seeds", 0, 1, "--steps", 2, "--json"]
     words += ["--variants", "untrained", RL, "SFT -> RL, KL"]
     words = [str(w) for w in words]
-    evaluate, calls = assess.evaluate, []
+    score, calls = assess.score, []
 
     def stop_at_the_third(work, agent):
         calls.append((work.run.path.name, agent))
         if len(calls) == 3:
             raise Interrupted(130)
-        return evaluate(work, agent)
+        return score(work, agent)
 
-    monkeypatch.setattr(assess, "evaluate", stop_at_the_third)
+    monkeypatch.setattr(assess, "score", stop_at_the_third)
     assert cli.main(words) == 130
     assert "continue with: trace-jax reproduce causal" in capsys.readouterr().err
     assert calls == [("sft-0", "sft"), ("sft-0", "untrained"), ("sft-rl-0", "grpo")]

@@ -118,7 +118,12 @@ def _settings(config: RunConfig, split: str) -> dict[str, Any]:
 def evaluate(work: Workspace, agent: str) -> dict[str, Any]:
     """Results of an agent on the test split with the run's settings; scored unless the run directory holds them."""
     known = multihost.first("known", lambda: stored(work.run.path, work.config, agent))
-    return _score(work, agent, "test", agent) if known is None else known
+    return score(work, agent) if known is None else known
+
+
+def score(work: Workspace, agent: str) -> dict[str, Any]:
+    """Results of an agent on the test split with the run's settings, scored now."""
+    return _score(work, agent, "test", agent)
 
 
 def stored(run_dir: Path, config: RunConfig, agent: str) -> dict[str, Any] | None:

@@ -139,7 +139,7 @@ def grpo_run(path: Path, config: RunConfig, source: Path) -> list[dict[str, Any]
         )
     if not begun:
         share_data(source, path)
-    if not begun or not _finished(path):
+    if not begun or not finished(path, grpo.STAGE):
         run_stage("grpo", path, config, resume=begun, source=None if begun else source)
     return read_records(path)
 
@@ -176,7 +176,7 @@ def _finished_runs(out: Path, planned: Mapping[str, RunConfig]) -> dict[str, dic
                 continue
             stored = stored_config(path.parent)
             changed = config_io.differences(stored, config.replace(seed=int(seed)))
-            if set(changed) <= {"grpo.turn_credit.reference"} and _finished(path.parent):
+            if set(changed) <= {"grpo.turn_credit.reference"} and finished(path.parent, grpo.STAGE):
                 table.setdefault(variant, {})[int(seed)] = _figures(read_records(path.parent), config)
     return table
 
@@ -189,9 +189,10 @@ def run_stage(*args: Any, **kwargs: Any) -> None:
         raise Interrupted(stop.status) from None  # what continues is the command of the study
 
 
-def _finished(path: Path) -> bool:
+def finished(path: Path, stage: str) -> bool:
+    """Whether a stage of a run has made its last step."""
     with RunDirectory.open(path, lock=False) as run:
-        return Workspace(run, Progress(), Interrupt()).is_finished(grpo.STAGE)
+        return Workspace(run, Progress(), Interrupt()).is_finished(stage)
 
 
 def share_data(source: Path, path: Path) -> None:

@@ -82,11 +82,13 @@ def command(
         _check_different(config, row, study.rows[row])
     if source is not None:
         _check_source(source, every[study.baseline])
+    runs = [(seed, row) for seed in seeds for row in chosen]
+    for seed, row in runs:
+        _place(out, row, study.rows[row], seed, every)
     out.mkdir(parents=True, exist_ok=True)
     reproduce.keep_programs(out)
     found = {row: dict(_known(out, row, study.rows[row], every)) for row in study.rows}
     result: dict[str, Any] = {}
-    runs = [(seed, row) for seed in seeds for row in chosen]
     for number, (seed, row) in enumerate(runs):
         print(f"{name}, row {number + 1} of {len(runs)}: {row}, seed {seed}", flush=True)
         found[row][seed] = _row(out, study, row, seed, every, source)
@@ -161,6 +163,21 @@ def _check_source(source: Path, config: RunConfig) -> None:
             )
 
 
+def _place(out: Path, name: str, row: Row, seed: int, every: Mapping[str, RunConfig]) -> tuple[Path, RunConfig]:
+    """Directory and configuration of a row's run.
+
+    Raises:
+        ConfigError: there is a run with other settings.
+    """
+    folder = row.begins if row.agent == "untrained" else name
+    path, config = out / reproduce.file_name(folder, seed), every[folder].replace(seed=seed)
+    if (path / "config.yaml").exists() and (changed := _changed(path, config, row.agent)):
+        raise ConfigError(
+            f"{path} is of another study (`{changed[0]}` differs): give another --out, or the old settings"
+        )
+    return path, config
+
+
 def _known(out: Path, name: str, row: Row, every: Mapping[str, RunConfig]) -> Iterator[tuple[int, Scored]]:
     """What is scored already, whoever asked for it, by seed."""
     folder = row.begins if row.agent == "untrained" else name
@@ -170,8 +187,15 @@ def _known(out: Path, name: str, row: Row, every: Mapping[str, RunConfig]) -> It
         if not seed.isdigit():
             continue
         config = every[folder].replace(seed=int(seed))
-        if not _changed(path, config, row.agent) and assess.stored(path, config, row.agent) is not None:
+        if _changed(path, config, row.agent) or not reproduce.finished(path, _stage(row)):
+            continue
+        if assess.stored(path, config, row.agent) is not None:
             yield int(seed), _read(path, config, row.agent)
+
+
+def _stage(row: Row) -> str:
+    """What has to be finished before a row is scored."""
+    return "grpo" if row.agent == "grpo" else "sft"
 
 
 def _changed(path: Path, config: RunConfig, agent: str) -> list[str]:
@@ -185,22 +209,19 @@ def _row(
 ) -> Scored:
     """Trains and scores one row, from wherever it stands."""
     row = study.rows[name]
-    folder = row.begins if row.agent == "untrained" else name
-    path, config = out / reproduce.file_name(folder, seed), every[folder].replace(seed=seed)
+    path, config = _place(out, name, row, seed, every)
     begun = (path / "config.yaml").exists()
-    if begun and (changed := _changed(path, config, row.agent)):
-        raise ConfigError(
-            f"{path} is of another study (`{changed[0]}` differs): give another --out, or the old settings"
-        )
+    done = begun and reproduce.finished(path, _stage(row))
     if row.agent == "grpo":
         reproduce.grpo_run(path, config, out / reproduce.file_name(row.begins, seed))
-    else:
+    elif not done:
         if not begun:
             RunDirectory.create(path, config, partial(_begin, out, source)).__exit__()
         reproduce.run_stage("sft", path, stored_config(path), resume=True)
-    if assess.stored(path, config, row.agent) is None:
+    # What was scored before it was finished, by hand, is of an older checkpoint.
+    if not done or assess.stored(path, config, row.agent) is None:
         with RunDirectory.open(path) as run, Interrupt() as interrupt:
-            assess.evaluate(Workspace(run, Progress(), interrupt), row.agent)
+            assess.score(Workspace(run, Progress(), interrupt), row.agent)
     return _read(path, config, row.agent)
 
 
