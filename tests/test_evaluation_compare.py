@@ -130,7 +130,7 @@ def test_abstaining_from_the_least_sure():
 
 def test_abstention_takes_what_the_records_hold():
     alone = metrics.summarise(answers([1, 0]), CONFIG)["extra"]
-    assert alone["abstention"] == {"agreement": None, "confidence": None, "selective": None}
+    assert alone["abstention"] == dict.fromkeys(("agreement", "confidence", "selective", "decision"))
     assert alone["calibration"] is None and alone["voted"] is None
     sure = metrics.summarise(answers([1, 0, 1, 1], confidence=[3.0, 1.0, 2.0, None]), CONFIG)["extra"]["abstention"]
     assert sure["agreement"] is None and sure["selective"]["by"] == "confidence"

@@ -114,6 +114,8 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     continues = args.command in ("grpo", "eval", "capability", "export", "report") or args.resume
     run = init or (args.run_dir if continues else None)
     needs_one = getattr(args, "agent", None) not in SCRIPTED and not getattr(args, "dry_run", False)
+    if getattr(args, "table", None):
+        return None
     if getattr(args, "compare", None) or (args.command == "eval" and args.agent == "endpoint"):
         return run if run is not None and (run / "config.yaml").is_file() else None
     if run is None and continues and needs_one:

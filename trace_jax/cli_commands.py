@@ -73,8 +73,15 @@ def _train(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]
 
 
 def _eval(args: argparse.Namespace, config: RunConfig | None) -> dict[str, Any]:
-    from trace_jax.recipes import assess, compare
+    from trace_jax.recipes import assess, compare, leaderboard
 
+    if args.table:
+        for flag, name in (("run_dir", "--run-dir"), ("compare", "--compare")):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"{name} does not go with --table, which names its runs: leave it out")
+        return leaderboard.command(args.table, args.out, config.evaluation, config.seed)
+    if args.out is not None:
+        raise ConfigError("--out is of `eval --table`: results go into --run-dir, leave it out")
     if args.compare:
         if distributed.several():
             raise ConfigError("--compare reads results, which one process does: start it once")
@@ -150,7 +157,8 @@ def _compile(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
 
 def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    from trace_jax.recipes import planted, reproduce, targeting
+    from trace_jax.recipes import planted, reproduce, scored, targeting
+    from trace_jax.recipes.studies import SCORED
 
     if args.study == targeting.NAME:
         if args.variants:
@@ -172,7 +180,7 @@ def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
             if getattr(args, flag) is not None:
                 raise ConfigError(f"--{flag} does not go with {planted.NAME}, which trains SFT policies: leave it out")
         return planted.command(config, args.out, seeds=args.seeds or planted.SEEDS, variants=args.variants)
-    return reproduce.command(
+    return (scored if args.study in SCORED else reproduce).command(
         args.study,
         config,
         args.out,

@@ -197,6 +197,12 @@ def build() -> argparse.ArgumentParser:
                 "directory, RUN:AGENT, or an agent of --run-dir"
             )
             p.add_argument("--compare", nargs=2, metavar=("A", "B"), help=pair)
+            whole = (
+                "instead: one table of all agents whose results these run directories hold, with the paper's figures "
+                "beside them and each run's policy tested against scan and analyst"
+            )
+            p.add_argument("--table", nargs="+", type=Path, metavar="RUN", help=whole)
+            p.add_argument("--out", type=Path, metavar="DIR", help="with --table: also write table.json and table.md")
         if name == "fit-rules":
             p.add_argument("--out", type=Path, default=Path("rules.json"), metavar="FILE", help="default: rules.json")
             p.add_argument("--episodes", type=_count, metavar="N", help="so many of the training split (default: all)")
@@ -227,12 +233,17 @@ def build() -> argparse.ArgumentParser:
             p.description = f"{text}\n\nSTUDY is one of\n" + "".join(
                 f"  {k:13s}{s.about}\n{' ' * 15}{', '.join(map(repr, s.variants))}\n" for k, s in STUDIES.items()
             )
-            names = (*STUDIES, studies.PLANTED, studies.TARGETING)
+            for study, scored in studies.SCORED.items():
+                p.description += f"  {study:13s}{scored.about}\n{' ' * 15}{', '.join(map(repr, scored.rows))}\n"
+            names = (*STUDIES, *studies.SCORED, studies.PLANTED, studies.TARGETING)
             planted = ", ".join(map(repr, studies.PLANTED_VARIANTS))
             p.description += f"  {studies.PLANTED}  {studies.PLANTED_ABOUT}\n{' ' * 15}{planted}\n"
             p.description += f"  {studies.TARGETING}  {studies.TARGETING_ABOUT}\n"
             shape = ", ".join(f"{k} {v}" for k, v in next(iter(STUDIES.values())).shape.items())
             p.description += f"\nA study of GRPO sets these fields of grpo for all of its runs: {shape}.\n"
+            shape = ", ".join(f"{k} {v}" for k, v in studies.SCORED_SHAPE.items())
+            p.description += f"{' and '.join(studies.SCORED)} set these: {shape}; with --init, the run's lessons are "
+            p.description += "used for all seeds, and its policy for its own seed.\n"
             p.add_argument("study", choices=names, metavar="STUDY", help=", ".join(names))
             p.add_argument(
                 "--init", type=Path, metavar="DIR", help="start from the SFT policy of this run (default: train one)"

@@ -57,6 +57,8 @@ class EnvironmentConfig:
     reward_attr: float = 0.65
     reward_full: float = 0.30
     reward_format: float = 0.05  # for an answer that can be read; of "search", a right name earns the rest of 1
+    # Taken off for naming a cause that did not act, e.g. 0.3: abstaining is then the better mistake
+    penalty_false_cause: float = 0.0
     # Worlds of capabilities (docs/capability.md) that take the place of the task, in equal parts, NAME or NAME@LEVEL:
     # episodes that call for the capability, effects halved every two levels, a reward that pays for exercising it
     worlds: tuple[str, ...] = ()
@@ -281,7 +283,9 @@ class GRPOConfig:
     # New parameters reach a collection that is under way: "between" collections (exactly repeatable) | "in_flight"
     weight_sync: str = "between"
     turn_credit: TurnCreditConfig = field(default_factory=TurnCreditConfig)
-    no_signal_share: float = 0.0  # extra share of no-signal prompts on top of the split's own composition
+    # Share of each step's prompts (on average over steps) that is drawn from the no-signal episodes alone; the others
+    # have the split's own composition
+    no_signal_share: float = 0.0
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-4, warmup_steps=5, weight_decay=0.0)
     )

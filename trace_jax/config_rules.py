@@ -44,6 +44,7 @@ ONLY_OF: dict[str, tuple[str, ...]] = {
         "simulator",
         "data.curriculum",
         *(f"environment.{name}" for name in ("tool_seconds", "memory_limit_mb", "reward_attr", "reward_full")),
+        "environment.penalty_false_cause",
         "grpo.no_signal_share",
         *("sft.without", "sft.searches"),
         *("environment.worlds", "grpo.hints"),
@@ -102,6 +103,7 @@ RANGES: dict[str, tuple[Any, float]] = {
     "environment.reward_attr": (0, 1),
     "environment.reward_full": (0, 1),
     "environment.reward_format": (0, 1),
+    "environment.penalty_false_cause": (0, 10),
     "search.documents": (16, 128),
     "search.min_hops": (1, 5),
     "search.max_hops": (1, 5),
@@ -342,6 +344,13 @@ def _combinations(c: RunConfig) -> None:
         not c.sft.searches, f"`sft.searches` leaves the teacher no way to search: name one of {', '.join(SEARCHES)}"
     )
     _refuse(set(LESSONS) <= set(c.sft.without), "`sft.without` leaves no type of lesson: leave one out of it")
+    _refuse(
+        c.grpo.no_signal_share > 0
+        and c.grpo.steps > 0
+        and c.grpo.no_signal_share * c.grpo.prompts * c.grpo.steps < 0.5,
+        f"`grpo.no_signal_share` {c.grpo.no_signal_share:g} of {c.grpo.prompts} prompts comes to none in "
+        f"{c.grpo.steps} steps: raise it or leave it out",
+    )
     stages = max(len(c.data.curriculum), 1)
     _refuse(
         stages > 1 and c.grpo.prompts > c.data.train // stages,

@@ -37,6 +37,7 @@ _ROWS: tuple[tuple[str, str, Score, Where], ...] = (
         if kind != "no_signal"
     ),
     ("no_signal", "no-signal", lambda r: r.cause_right, lambda r: r.cause == NO_SIGNAL),
+    ("signal", "with a signal", lambda r: r.full_right, lambda r: r.cause != NO_SIGNAL),
     ("strict", "strict FullAttr@1", lambda r: r.full_right and r.exact_parsed, _EVERYWHERE),
     ("parsed", "parsed", lambda r: r.parsed, _EVERYWHERE),
     ("tool_calls", "tool calls", lambda r: r.tool_calls, _EVERYWHERE),

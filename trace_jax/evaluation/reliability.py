@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from trace_jax.simulator.causes import NO_SIGNAL
+
 if TYPE_CHECKING:
     from trace_jax.evaluation.metrics import EvalRecord
 
@@ -66,6 +68,32 @@ def calibration(agreement: Float[np.ndarray, " E"], right: Bool[np.ndarray, " E"
     return {"bins": bins, "error": {"value": float(error), "low": None, "high": None}}
 
 
+def decided(group: Sequence[EvalRecord], threshold: float) -> EvalRecord:
+    """The answer of a voter that abstains as soon as a share `threshold` of the samples does.
+
+    Else the voted answer among the others. The share of samples that abstain estimates the probability with which the
+    agent does; whatever temperature its decisions are drawn at, a threshold on it is one point of the same curve.
+    """
+    quiet = [r for r in group if r.predicted == NO_SIGNAL]
+    others = [r for r in group if r.predicted != NO_SIGNAL]
+    if not others or (quiet and len(quiet) >= threshold * len(group) - 1e-9):
+        return quiet[0]
+    return voted(others)[0]
+
+
+def tradeoff(groups: Sequence[Sequence[EvalRecord]], ratio: Ratio) -> list[dict[str, Any]]:
+    """What abstaining costs: by `threshold` (see `decided`), from one sample in all to all of them, `no_signal`, the
+    share of episodes without a signal that are left alone, and `signal`, FullAttr of the others."""
+    size = max(map(len, groups))
+    silent = np.array([g[0].cause == NO_SIGNAL for g in groups])
+    points = []
+    for count in range(1, size + 1):
+        right = np.array([bool(decided(g, count / size).full_right) for g in groups])
+        sides = {"no_signal": ratio(right & silent, silent), "signal": ratio(right & ~silent, ~silent)}
+        points.append({"threshold": count / size} | sides)
+    return points
+
+
 def reliability(groups: Sequence[Sequence[EvalRecord]], ratio: Ratio) -> dict[str, Any]:
     """Entries of `extra` in a result.
 
@@ -78,7 +106,9 @@ def reliability(groups: Sequence[Sequence[EvalRecord]], ratio: Ratio) -> dict[st
             and `answers`, right ones that are lost.
         efficiency: `right_per_call`, and mean `calls_right` and `calls_wrong` of right and wrong answers.
         voted: FullAttr of voted answers; calibration: of agreement. Null with one sample an episode.
-        abstention: curves by "agreement" and by "confidence", null where there is none; `at` SELECTIVE of the better.
+        signal: FullAttr@1 of episodes with a signal.
+        abstention: curves by "agreement" and by "confidence", null where there is none; `selective`: the accuracy at
+            SELECTIVE of the first that is there; `decision`: `tradeoff`, null with one sample an episode.
     """
     n = np.array([len(g) for g in groups])
     sums = {
@@ -88,6 +118,7 @@ def reliability(groups: Sequence[Sequence[EvalRecord]], ratio: Ratio) -> dict[st
         "calls_right": [sum(r.tool_calls for r in g if r.full_right) for g in groups],
     }
     full, strict, calls, calls_right = (np.array(sums[k], np.float64) for k in sums)
+    silent = np.array([g[0].cause == NO_SIGNAL for g in groups])
     votes = [voted(g) for g in groups]
     right = np.array([bool(r.full_right) for r, _ in votes])
     several = bool((n > 1).all())
@@ -110,7 +141,12 @@ def reliability(groups: Sequence[Sequence[EvalRecord]], ratio: Ratio) -> dict[st
         },
         "voted": ratio(right * 1.0, np.ones(len(n))) if several else None,
         "calibration": calibration(agreement, right) if several else None,
-        "abstention": {**curves, "selective": _selective(curves)},
+        "signal": ratio(np.where(silent, 0.0, full / n), ~silent),
+        "abstention": {
+            **curves,
+            "selective": _selective(curves),
+            "decision": tradeoff(groups, ratio) if several else None,
+        },
     }
 
 

@@ -8,27 +8,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from trace_jax.evaluation import paper as reported
 from trace_jax.evaluation.kinds import KINDS, kind_of
-from trace_jax.evaluation.metrics import PAPER_ROWS
 
-
-def _reported(cause, full, full5, jaccard, campaign, mix, one, two, no_signal, parsed, calls) -> dict:
-    values = (cause, full, full5, jaccard, campaign, mix, one, two, no_signal, parsed, calls)
-    result: dict = {"by_type": {}}
-    for (_, path, _), value in zip(PAPER_ROWS, values, strict=True):
-        node = result if len(path) == 1 else result[path[0]]
-        node[path[-1]] = {"value": value, "low": None, "high": None}
-    return result
-
-
-# arXiv 2609.10315, Qwen3.5-35B-A3B. Its simulator, prompts and episodes differ from ours: for reference only.
-PAPER: dict[str, dict] = {
-    "untrained": _reported(0.184, 0.159, 0.370, 0.596, 0.46, 0.48, 0.04, 0.01, 0.41, 0.53, 22.05),
-    "sft": _reported(0.685, 0.637, 0.762, 0.958, 0.99, 0.98, 0.71, 0.04, 0.76, 1.00, 10.75),
-    "grpo": _reported(0.823, 0.757, 0.851, 0.928, 0.95, 1.00, 0.92, 0.27, 0.49, 1.00, 11.73),
-}
-PAPER_LABELS = {"untrained": "paper base", "sft": "paper SFT", "grpo": "paper SFT->RL"}
-PAPER_NOTE = "paper: reported in arXiv 2609.10315 for a 35B model in that paper's own environment; for reference only"
 LABELS = {
     "untrained": "untrained",
     **{name: name for kind in KINDS.values() for name in (*kind.agents, *kind.rivals)},
@@ -39,15 +21,18 @@ LABELS = {
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Strings of a finished table: `columns` are headings, `rows` are `(label, cells)`, one cell per column."""
+    """Strings of a finished table: `columns` are headings, `rows` are `(label, cells)`, one cell per column; `corner`
+    is the heading of the labels."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str, ...]], ...]
     notes: tuple[str, ...]
     title: str = ""
+    corner: str = "metric"
 
 
-def _cell(result: Mapping, path: tuple[str, ...], decimals: int, intervals: bool) -> str:
+def cell(result: Mapping, path: tuple[str, ...], decimals: int, intervals: bool) -> str:
+    """`value [low, high]` of an entry of a result, "-" where it has none."""
     node = result
     for key in path:
         node = node.get(key) or {}
@@ -83,10 +68,10 @@ def build(agents: Mapping[str, Mapping], *, intervals: bool = True, paper: bool 
         episodes, confidence = sizes.pop()
         notes.append(f"{episodes} held-out episodes; brackets: {confidence:.0%} bootstrap interval over episodes")
     if paper and kind.in_paper:
-        columns += [(PAPER_LABELS[name], PAPER[name]) for name in PAPER]
-        notes.append(PAPER_NOTE)
+        columns += [(reported.LABELS[name], reported.PAPER[name]) for name in reported.PAPER]
+        notes.append(reported.NOTE)
     shown = kind.rows(agents)
-    rows = tuple((label, tuple(_cell(r, path, d, intervals) for _, r in columns)) for label, path, d in shown)
+    rows = tuple((label, tuple(cell(r, path, d, intervals) for _, r in columns)) for label, path, d in shown)
     title = f"{kind.headline} and companions, held-out episodes"
     return ResultTable(tuple(name for name, _ in columns), rows, tuple(notes), title)
 
@@ -94,7 +79,7 @@ def build(agents: Mapping[str, Mapping], *, intervals: bool = True, paper: bool 
 def rich_table(table: ResultTable) -> Table:
     """The table for a terminal; notes become its caption."""
     out = Table(title=table.title, caption="\n".join(table.notes) or None)
-    out.add_column("metric", no_wrap=True)
+    out.add_column(table.corner, no_wrap=True)
     for name in table.columns:
         out.add_column(name, justify="right")
     for label, cells in table.rows:
@@ -113,7 +98,7 @@ def show(table: ResultTable) -> None:
 
 def plain_text(table: ResultTable) -> str:
     """The table with aligned columns and no control characters, for logs and files."""
-    lines = [("metric", *table.columns), *((label, *cells) for label, cells in table.rows)]
+    lines = [(table.corner, *table.columns), *((label, *cells) for label, cells in table.rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
 
     def row(line: tuple[str, ...]) -> str:
@@ -122,3 +107,10 @@ def plain_text(table: ResultTable) -> str:
 
     body = [row(lines[0]), "  ".join("-" * w for w in widths), *(row(line) for line in lines[1:])]
     return "\n".join([*body, *table.notes])
+
+
+def markdown(table: ResultTable) -> str:
+    """The table as Markdown, its notes below."""
+    lines = [f"| {table.corner} | {' | '.join(table.columns)} |", "|---" * (len(table.columns) + 1) + "|"]
+    lines += [f"| {label} | {' | '.join(cells)} |" for label, cells in table.rows]
+    return "\n".join([*lines, "", *(f"{note[:1].upper()}{note[1:]}." for note in table.notes)]) + "\n"

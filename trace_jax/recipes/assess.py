@@ -119,11 +119,20 @@ def _settings(config: RunConfig, split: str) -> dict[str, Any]:
 
 def evaluate(work: Workspace, agent: str) -> dict[str, Any]:
     """Results of an agent on the test split with the run's settings; scored unless the run directory holds them."""
-    known = multihost.first("known", lambda: store.load_summaries(work.run.path).get(agent))
-    wanted = _settings(work.config, "test")
-    if known is not None and known.get("settings", wanted) == wanted:
-        return known
+    known = multihost.first("known", lambda: stored(work.run.path, work.config, agent))
+    return score(work, agent) if known is None else known
+
+
+def score(work: Workspace, agent: str) -> dict[str, Any]:
+    """Results of an agent on the test split with the run's settings, scored now."""
     return _score(work, agent, "test", agent)
+
+
+def stored(run_dir: Path, config: RunConfig, agent: str) -> dict[str, Any] | None:
+    """Results of an agent on the test split that a run directory holds, if they are of a run with these settings."""
+    known = store.load_summaries(run_dir).get(agent)
+    wanted = _settings(config, "test")
+    return known if known is not None and known.get("settings", wanted) == wanted else None
 
 
 def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ takes up new parameters as they come instead: fresher, and different in every ru
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trace_jax.config import RunConfig
+from trace_jax.config import ConfigError, RunConfig
 from trace_jax.learner import groups, multihost
 from trace_jax.learner.step import Params
 from trace_jax.recipes import processes, schedule
@@ -72,6 +73,7 @@ class Generation:
         self._quiet: list[int] = []
         if self._config.no_signal_share:
             self._quiet = [i for i in range(self._count) if environment.task(i).labels["type"] == "no_signal"]
+            check_no_signal(work.config, self._count, self._quiet)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="generation")
         self._closing = threading.Event()
         self._params: dict[int, Params] = {}
@@ -309,6 +311,28 @@ def _figures(trajectories: Sequence[Trajectory], stats: CollectStats, engine: Ma
     figures["rollout_tokens"] = figures.pop("tokens")  # the learner's `tokens` are those trained on
     right = float(np.mean([bool(t.info.get("full_right")) for t in trajectories]))
     return figures | {"full_right": right}
+
+
+def check_no_signal(config: RunConfig, count: int, no_signal: Sequence[int]) -> None:
+    """Refuses a `grpo.no_signal_share` that the training split cannot give.
+
+    Args:
+        count: episodes in the split. no_signal: those of them without a signal.
+
+    Raises:
+        ConfigError: a stage of it has fewer of them than a step would draw.
+    """
+    grpo, stages = config.grpo, max(len(config.data.curriculum), 1)
+    wanted = math.ceil(grpo.no_signal_share * grpo.prompts)
+    for stage in range(stages):
+        low, high = (count * s // stages for s in (stage, stage + 1))
+        found = sum(low <= i < high for i in no_signal)
+        if found < wanted:
+            where = f"stage {stage + 1} of `data.curriculum`" if stages > 1 else "the training split"
+            raise ConfigError(
+                f"`grpo.no_signal_share` {grpo.no_signal_share:g} of {grpo.prompts} prompts draws {wanted} no-signal "
+                f"episodes a step, and {where} has {found}: lower it or raise `data.train`"
+            )
 
 
 def prompts(config: RunConfig, step: int, count: int, no_signal: Sequence[int]) -> list[int]:

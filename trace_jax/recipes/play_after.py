@@ -45,6 +45,8 @@ def grade_lines(answer: str, reward: Reward, config: EnvironmentConfig, cause: s
     weights = {"attr": config.reward_attr, "full": config.reward_full, "format": config.reward_format}
     names = {"attr": "attribution", "full": "fully right", "format": "readable"}
     terms = " + ".join(f"{weights[k]:g} x {reward.parts[k]:.3g} {names[k]}" for k in weights)
+    if config.penalty_false_cause:
+        terms += f" - {config.penalty_false_cause:g} x {reward.parts['false_cause']:.3g} false cause"
     if reward.info["full_right"]:
         verdict = "right"
     elif reward.info["cause_right"]:

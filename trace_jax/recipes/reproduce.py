@@ -81,7 +81,7 @@ def command(
         if (other := study.references.get(variant)) is not None:
             pairs = [("grpo.turn_credit.reference", str(out / file_name(other, seed)))]
             run_config = config_io.override(run_config, pairs)
-        records = _run(out / file_name(variant, seed), run_config, source)
+        records = grpo_run(out / file_name(variant, seed), run_config, source)
         table.setdefault(variant, {})[seed] = _figures(records, planned[variant])
         # after every run: the table can be read before it is whole
         shown = {v: dict(sorted(table[v].items())) for v in study.variants if v in table}
@@ -126,12 +126,12 @@ def _sft(config: RunConfig, out: Path) -> Path:
             raise ConfigError(
                 f"{path} is of another study (`{changed[0]}` differs): give another --out, or the old settings"
             )
-    _train("sft", path, stored_config(path) if begun else config, resume=begun)
+    run_stage("sft", path, stored_config(path) if begun else config, resume=begun)
     return path
 
 
-def _run(path: Path, config: RunConfig, source: Path) -> list[dict[str, Any]]:
-    """One run, from wherever it stands; its records."""
+def grpo_run(path: Path, config: RunConfig, source: Path) -> list[dict[str, Any]]:
+    """GRPO of one run with the SFT policy of `source`, from wherever it stands; its records."""
     begun = (path / "config.yaml").exists()
     if begun and (changed := config_io.differences(stored_config(path), config)):
         raise ConfigError(
@@ -139,12 +139,12 @@ def _run(path: Path, config: RunConfig, source: Path) -> list[dict[str, Any]]:
         )
     if not begun:
         share_data(source, path)
-    if not begun or not _finished(path):
-        _train("grpo", path, config, resume=begun, source=None if begun else source)
-    return _records(path)
+    if not begun or not finished(path, grpo.STAGE):
+        run_stage("grpo", path, config, resume=begun, source=None if begun else source)
+    return read_records(path)
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
     """The figures of a run."""
     file = path / "metrics.jsonl"
     try:
@@ -176,21 +176,23 @@ def _finished_runs(out: Path, planned: Mapping[str, RunConfig]) -> dict[str, dic
                 continue
             stored = stored_config(path.parent)
             changed = config_io.differences(stored, config.replace(seed=int(seed)))
-            if set(changed) <= {"grpo.turn_credit.reference"} and _finished(path.parent):
-                table.setdefault(variant, {})[int(seed)] = _figures(_records(path.parent), config)
+            if set(changed) <= {"grpo.turn_credit.reference"} and finished(path.parent, grpo.STAGE):
+                table.setdefault(variant, {})[int(seed)] = _figures(read_records(path.parent), config)
     return table
 
 
-def _train(*args: Any, **kwargs: Any) -> None:
+def run_stage(*args: Any, **kwargs: Any) -> None:
+    """`train.command` inside a study."""
     try:
         train.command(*args, **kwargs)
     except Interrupted as stop:
         raise Interrupted(stop.status) from None  # what continues is the command of the study
 
 
-def _finished(path: Path) -> bool:
+def finished(path: Path, stage: str) -> bool:
+    """Whether a stage of a run has made its last step."""
     with RunDirectory.open(path, lock=False) as run:
-        return Workspace(run, Progress(), Interrupt()).is_finished(grpo.STAGE)
+        return Workspace(run, Progress(), Interrupt()).is_finished(stage)
 
 
 def share_data(source: Path, path: Path) -> None:

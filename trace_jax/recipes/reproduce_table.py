@@ -105,10 +105,15 @@ def _number(mean: float, half: float | None, sign: bool = False) -> str:
 
 
 def curves(runs: Runs) -> str:
-    """Training reward by step, mean over seeds with the range between them, as one SVG file."""
+    """Training reward by step, see `training_curves`."""
+    return training_curves(runs, "rewards", title="training reward by step", y_label="reward")
+
+
+def training_curves(runs: Runs, key: str, *, title: str, y_label: str) -> str:
+    """A figure of every step, mean over seeds with the range between them, as one SVG file."""
     lines = []
     for name, seeds in runs.items():
-        rewards = [s["rewards"] for s in seeds.values()]
+        rewards = [s[key] for s in seeds.values()]
         length = min(map(len, rewards))
         smooth = [[statistics.mean(r[max(0, k - SMOOTH + 1) : k + 1]) for k in range(length)] for r in rewards]
         columns = list(zip(*smooth, strict=True))
@@ -120,4 +125,4 @@ def curves(runs: Runs) -> str:
                 [(k, min(c), max(c)) for k, c in zip(steps, columns, strict=True)],
             )
         )
-    return compared.chart(lines, title="training reward by step", x_label="step", y_label="reward")
+    return compared.chart(lines, title=title, x_label="step", y_label=y_label)

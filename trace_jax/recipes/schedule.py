@@ -40,15 +40,24 @@ def grpo_prompts(
     """Episodes that GRPO step `step` (from 0) samples groups for.
 
     Args:
-        count: episodes in the split.
-        no_signal: those of them without a signal, and the share of the step that is drawn from them on top of the
-            split's own composition.
+        count: episodes in the split, at least `prompts`.
+        no_signal: those of them without a signal, and the share of the prompts, on average over steps, that is drawn
+            from them alone. An episode is not drawn so in a step that has it already, where its second group would be
+            sampled with the keys of the first: another one takes its place, without a signal as long as there is one.
     """
-    extra = round(no_signal_share * prompts) if no_signal else 0
-    usual = prompts - extra
-    chosen = shuffled(seed, "grpo", step * usual, (step + 1) * usual, count)
-    more = shuffled(seed, "grpo-no-signal", step * extra, (step + 1) * extra, len(no_signal)) if extra else []
-    return chosen + [no_signal[i] for i in more]
+    before, after = (round(no_signal_share * prompts * s) if no_signal else 0 for s in (step, step + 1))
+    chosen = shuffled(seed, "grpo", step * prompts - before, (step + 1) * prompts - after, count)
+    if after == before:
+        return chosen
+    usual = set(chosen)
+    drawn = [no_signal[i] for i in shuffled(seed, "grpo-no-signal", before, after, len(no_signal))]
+    more = list(dict.fromkeys(p for p in drawn if p not in usual))
+    for others in (no_signal, range(count)):
+        if missing := after - before - len(more):
+            free = sorted(set(others) - usual - set(more))
+            order = stream(seed, "grpo-no-signal-instead", step).permutation(len(free))
+            more += [free[i] for i in order[:missing]]
+    return chosen + more
 
 
 def curriculum(step: int, steps: int, stages: int, count: int) -> tuple[int, int, int]:
