@@ -5,6 +5,9 @@ import os
 import shutil
 import tempfile
 
+import helpers_browser
+import pytest
+
 # Files that take a minute or about that, longest first: begun last, one of them would leave the other processes idle.
 LONGEST = ("test_recipes_smoke", "test_rollout_stress", "test_bench_kinds", "test_rollout_models", "test_policy_hybrid")
 
@@ -22,6 +25,18 @@ def pytest_configure(config):
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Headless Chromium; see tests/helpers_browser.py."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is in the extra `browser`")
+    if not (program := helpers_browser.chromium()):
+        pytest.skip("no Chromium here: install it, or name one in TRACE_JAX_CHROMIUM")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield started
+        started.close()
 
 
 def pytest_collection_modifyitems(config, items):
