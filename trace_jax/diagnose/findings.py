@@ -124,6 +124,29 @@ def describe(cause: str | None) -> str:
     return next((c.description for c in CAUSES if c.name == cause), "")
 
 
+def meaning(diagnosis: Diagnosis) -> str:
+    """What happened, in plain words."""
+    if diagnosis.undecided:
+        return diagnosis.undecided[:1].upper() + diagnosis.undecided[1:] + "."
+    return next((c.meaning for c in CAUSES if c.name == diagnosis.cause), "")
+
+
+def mixed(diagnosis: Diagnosis) -> str | None:
+    """The dimension whose mix moved, for causes of the mix."""
+    if LEVELS.get(diagnosis.cause or NO_SIGNAL) != "mix":
+        return None
+    return {"PLACEMENT_SHIFT": "placement"}.get(diagnosis.cause or "", "audience")
+
+
+def answered(one: Investigation, words: Mapping[str, Words]) -> str:
+    """What an investigation came to, in the user's values."""
+    parsed = parse_lenient(one.answer or "")
+    if parsed is None:
+        return _said(None, ())
+    named = [(d, words[d].name(v) if d in words else v) for d, v in parsed.driver_segments]
+    return _said(parsed.root_cause, named if LEVELS[parsed.root_cause] == "segment" else ())
+
+
 # Evidence
 
 
@@ -147,12 +170,12 @@ def evidence(
         out.append(_evidence(loaded, "the slice and the rest, before and after", [period, part], figures, where))
     else:
         out.append(_evidence(loaded, "the campaign, before and after", [period], figures, where))
-    mixed = {"PLACEMENT_SHIFT": "placement"}.get(diagnosis.cause or "", "audience")
-    if LEVELS.get(diagnosis.cause or NO_SIGNAL) == "mix" and mixed in loaded.dimensions:
+    moved = mixed(diagnosis)
+    if moved in loaded.dimensions:
         which = period.removesuffix(" AS period")
         share = f"round(100 * sum(impressions) / sum(sum(impressions)) OVER (PARTITION BY {which}), 1) AS share_percent"
         out.append(
-            _evidence(loaded, f"shares of impressions by {mixed}", [period, mixed], [share, *figures[1:]], where)
+            _evidence(loaded, f"shares of impressions by {moved}", [period, moved], [share, *figures[1:]], where)
         )
     levels = {"budget": "round(avg(budget), 2) AS budget_a_day", "in_stock": "round(avg(in_stock), 4) AS in_stock"}
     shown = [sql for metric, sql in levels.items() if metric in loaded.own_totals]
@@ -187,7 +210,33 @@ def _evidence(
     return Evidence(title, sql, names, tuple(cursor.fetchall()))
 
 
-def parts(found: Series, windows: Windows) -> list[str]:
+@dataclass(frozen=True)
+class Parts:
+    """The change of a rate, split exactly: `mix` as traffic went elsewhere, `rate` inside the values of `dimension`.
+
+    Attributes:
+        metric: of `RATES`. before, after, mix, rate: in its own unit, a share for CTR and CVR.
+        warning: why the split says little, or "".
+    """
+
+    metric: str
+    dimension: str
+    before: float
+    after: float
+    mix: float
+    rate: float
+    warning: str = ""
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        scale, unit = (100, " %") if self.metric != "cpc" else (1, "")
+        text = f"{self.metric.upper()} {scale * self.before:.4g}{unit} to {scale * self.after:.4g}{unit}"
+        text += f": mix of {self.dimension} {scale * self.mix:+.3g}, rates inside {scale * self.rate:+.3g}"
+        return text + (f" ({self.warning})" if self.warning else "")
+
+
+def parts(found: Series, windows: Windows) -> list[Parts]:
     """How much of each rate's change is mix and how much is rate, by the dimension whose mix explains the most."""
     before, after = tables.masks(found, windows)
     out = []
@@ -207,13 +256,11 @@ def parts(found: Series, windows: Windows) -> list[str]:
                 continue
             if best is None or abs(split.mix.sum()) > abs(best[1].mix.sum()):
                 best = dimension, split
-        if best is None:
-            continue
-        dimension, split = best
-        scale, unit = (100, " %") if name != "cpc" else (1, "")
-        text = f"{name.upper()} {scale * split.before:.4g}{unit} to {scale * split.after:.4g}{unit}"
-        text += f": mix of {dimension} {scale * split.mix.sum():+.3g}, rates inside {scale * split.rate.sum():+.3g}"
-        out.append(text + (f" ({split.warning})" if split.warning else ""))
+        if best is not None:
+            dimension, split = best
+            levels = float(split.before), float(split.after)
+            sums = float(split.mix.sum()), float(split.rate.sum())
+            out.append(Parts(name, dimension, *levels, *sums, split.warning or ""))
     return out
 
 

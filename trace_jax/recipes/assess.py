@@ -16,7 +16,7 @@ from trace_jax.evaluation import identity, store, table
 from trace_jax.evaluation.baselines import evaluate_agent
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
 from trace_jax.learner import multihost
-from trace_jax.recipes import processes, prompted
+from trace_jax.recipes import processes, programs, prompted, shipped
 from trace_jax.recipes.domain import SCRIPTED, check_agent, domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
@@ -42,8 +42,8 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
     Args:
         run_dir: the run; without one only agents without a policy can be scored, and nothing is kept.
         config: the run's configuration with changes to evaluation, rollout or data.
-        agent: one of `AGENTS`; "endpoint": the model that `endpoint` names; "best": GRPO's checkpoint with the best
-            validation reward; "latest": the most advanced stage.
+        agent: one of `AGENTS`; "endpoint": the model that `endpoint` names; "shipped": the package's own policy, which
+            needs no run; "best": GRPO's checkpoint with the best validation reward; "latest": the most advanced stage.
 
     Raises:
         ConfigError: a change that has no meaning here or would cut the policy's investigations short.
@@ -53,9 +53,15 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
     elif config.endpoint.url or config.endpoint.model:
         raise ConfigError("--endpoint and --model are of `eval --agent endpoint`: add that, or leave them out")
     check_agent(config, agent)
+    if agent == shipped.AGENT:
+        if run_dir is not None:
+            raise ConfigError("--agent shipped is scored on the episodes that it was made for: leave --run-dir out")
+        own = shipped.stored()
+        _check_changes(own, config, config_io.differences(own, config), split)
+        programs.keep()
     with tempfile.TemporaryDirectory() as scratch:
         if run_dir is None:
-            run, changed = RunDirectory.create(Path(scratch) / "run", config), []
+            run, changed = RunDirectory.create(Path(scratch) / "run", on_this_machine(config)), []
         else:
             stored = stored_config(run_dir)
             changed = config_io.differences(stored, config)
@@ -68,10 +74,12 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
             run.config = prompted.worded(config) if agent == prompted.AGENT else on_this_machine(config)
         with run, Interrupt() as interrupt:
             work = Workspace(run, Progress(), interrupt)
+            if agent == shipped.AGENT:
+                work.furnish()
             agent = work.latest_stage() if agent == "latest" else agent
             known = prompted.name_of(config) if agent == prompted.AGENT else agent
             name = name_of(known, split, {field: get(config, field) for field in changed})
-            result = _score(work, agent, split, name)
+            result = score(work, agent, split, name)
             show(run.path, {name.removeprefix(OTHER): result})
             print(identity.line(result["benchmark"]))
     return result
@@ -121,10 +129,10 @@ def evaluate(work: Workspace, agent: str) -> dict[str, Any]:
     wanted = _settings(work.config, "test")
     if known is not None and known.get("settings", wanted) == wanted:
         return known
-    return _score(work, agent, "test", agent)
+    return score(work, agent, "test", agent)
 
 
-def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]:
+def score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]:
     """Results (`summarise` of its kind, and the settings), kept in the run directory as `name`."""
     config, domain = work.config, domain_of(work.config)
     environment = work.environment(split)
@@ -154,7 +162,8 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
         work.interrupt.check()
         trajectories: list[Trajectory] = []
         if agent not in (*domain.scripted, *domain.bounds, prompted.AGENT):
-            params = work.initial_params if agent == "untrained" else work.trained_params(agent)
+            untrained = agent in ("untrained", shipped.AGENT)  # here: it came as it is
+            params = work.initial_params if untrained else work.trained_params(agent)
             work.engine.set_params(params, 0)
             trajectories = processes.shared(work.run, work.interrupt, "evaluate", policy)
 
