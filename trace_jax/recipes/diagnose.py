@@ -16,8 +16,10 @@ from trace_jax.diagnose import findings, loading, mapping, quality, series, sour
 from trace_jax.diagnose import words as vocabulary
 from trace_jax.diagnose.case import CaseEnvironment
 from trace_jax.diagnose.findings import Investigation
+from trace_jax.diagnose.user_files import digest
 from trace_jax.environments.ads.prompt import question
 from trace_jax.recipes import diagnose_agents
+from trace_jax.recipes.diagnose_progress import reading
 from trace_jax.recipes.diagnose_view import View
 from trace_jax.recipes.play_after import query_of, step_in_words
 from trace_jax.recipes.progress import Progress
@@ -26,7 +28,6 @@ from trace_jax.report.target import check_target, put
 from trace_jax.warehouse.files import disk, replace
 
 UNREADABLE = (duckdb.InvalidInputException, duckdb.IOException, duckdb.OutOfMemoryException)
-LARGE = 50_000_000  # bytes of a file that is worth a line of its own
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,12 @@ def command(config: RunConfig, asked: Asked) -> dict[str, Any]:
     agent = diagnose_agents.named(asked.agent, asked.run_dir)
     _check(config, asked, agent)
     view = View()
-    large = [p for p in asked.files if p.is_file() and p.stat().st_size > LARGE]
-    for path in large:
-        Progress().note(f"reading {path}, {path.stat().st_size / 1e6:,.0f} MB: about a minute of one core for 350 MB")
-    digests = {path: sources.digest(path) for path in asked.files if path.is_file()}
+    progress = Progress()
+    with reading(progress, asked.files) as show:
+        digests = {path: digest(path, show) for path in asked.files if path.is_file()}
     try:
         with loading.database() as connection:
-            result, page = _diagnose(config, asked, agent, connection, view)
+            result, page = _diagnose(config, asked, agent, (connection, progress), view)
     except duckdb.Error as error:
         if (
             not isinstance(error, UNREADABLE) and type(error) is not duckdb.Error
@@ -73,14 +73,15 @@ def command(config: RunConfig, asked: Asked) -> dict[str, Any]:
             raise
         reason = " ".join(str(error).split(chr(10))[0].split())[:200]
         raise ConfigError(f"cannot read {', '.join(map(str, asked.files))}: {reason}; export it again") from None
-    for path, before in digests.items():
-        if sources.digest(path) != before:
-            raise ConfigError(f"{path} was changed by another program while it was read: run the command again")
+    with reading(progress, asked.files) as show:
+        changed = [path for path, before in digests.items() if digest(path, show) != before]
+    for path in changed:
+        raise ConfigError(f"{path} was changed by another program while it was read: run the command again")
     if page is not None:
-        said = diagnosis.build(page, {str(path): digest for path, digest in digests.items()})
+        said = diagnosis.build(page, {str(path): found for path, found in digests.items()})
         view.say()
         view.say(f"page: {put(asked.html, said, flag='--html')}")
-    return result | {"files": {str(path): {"sha256": digest} for path, digest in digests.items()}}
+    return result | {"files": {str(path): {"sha256": found} for path, found in digests.items()}}
 
 
 def _check(config: RunConfig, asked: Asked, agent: str) -> None:
@@ -101,18 +102,22 @@ def _check(config: RunConfig, asked: Asked, agent: str) -> None:
 
 
 def _diagnose(
-    config: RunConfig, asked: Asked, agent: str, connection: Any, view: View
+    config: RunConfig, asked: Asked, agent: str, where: tuple[duckdb.DuckDBPyConnection, Progress], view: View
 ) -> tuple[dict[str, Any], diagnosis.Told | None]:
     """What `--json` prints, and what a page is made of if one was asked for."""
+    connection, progress = where
     declared = mapping.load(asked.mapping) if asked.mapping is not None else mapping.Declared()
     if asked.timezone is not None:
         zone = mapping.check_zone(asked.timezone, "--timezone")
         declared = dataclasses.replace(declared, timezone=zone)
-    plans, left_out = mapping.plans(sources.open_sources(asked.files, connection), declared, connection)
+    with reading(progress, asked.files, connection) as show:
+        opened = sources.open_sources(asked.files, connection, show)
+        plans, left_out = mapping.plans(opened, declared, connection)
     view.columns(plans)
     if asked.write_mapping is None and asked.mapping is None and not asked.yes:
         _confirm()
-    loaded = loading.load(plans, connection, left_out)
+    with reading(progress, asked.files, connection):
+        loaded = loading.load(plans, connection, left_out)
     if asked.write_mapping is not None:
         return _template(asked.write_mapping, loaded, declared, view), None
     if not loaded.dimensions and (names := findings.unmapped(loaded)) and not _declined(declared):
