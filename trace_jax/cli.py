@@ -125,7 +125,8 @@ def _ships(args: argparse.Namespace) -> bool:
     """Whether the package's own policy is asked. ConfigError if this installation has none."""
     if getattr(args, "compare", None):
         return False
-    wanted = args.agent == shipped.AGENT or (args.command == "diagnose" and args.agent is None and not args.run_dir)
+    default = args.command == "diagnose" and args.agent is None and not args.run_dir and shipped.there()
+    wanted = args.agent == shipped.AGENT or default
     if wanted:
         shipped.manifest()
     return wanted

@@ -138,7 +138,8 @@ def _diagnose(
         with disk(asked.keep):
             loading.keep(loaded, str(asked.keep))
     asks, investigations = _investigate(config, asked, agent, (loaded, words, compared, found), view)
-    concluded = findings.conclude(investigations, words, report, findings.lookalikes(loaded, found))
+    benign = findings.within_the_market(loaded, found, compared)
+    concluded = findings.conclude(investigations, words, report, findings.lookalikes(loaded, found), benign)
     told = diagnosis.Told(
         campaign=campaign,
         agent=diagnose_agents.introduced(agent, config, asked.run_dir),

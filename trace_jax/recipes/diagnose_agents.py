@@ -33,12 +33,14 @@ _MAY = ("seed", "evaluation.", "rollout.", "mesh.", "environment.tool_", "enviro
 
 
 def named(asked: str | None, run_dir: Path | None) -> str:
-    """The agent: as asked, else the newest policy of the run, else the package's own.
+    """The agent: as asked, else the newest policy of the run, else the package's own, else (an installation without
+    its data) the scripted analyst.
 
     Raises:
         ConfigError: a stage without a run, or a run that the agent has no use for.
     """
-    agent = asked or (shipped.AGENT if run_dir is None else "latest")
+    own = shipped.AGENT if shipped.there() else ANALYST
+    agent = asked or (own if run_dir is None else "latest")
     apart = agent in (ANALYST, ENDPOINT, shipped.AGENT)
     if run_dir is None and not apart:
         raise ConfigError(f"--agent {agent} is a policy of a run: name the run with --run-dir")

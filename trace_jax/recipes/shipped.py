@@ -20,12 +20,13 @@ FOLDER = Path(__file__).resolve().parent.parent / "shipped"
 CONFIG, MANIFEST = "config.yaml", "manifest.json"
 
 
-def manifest(folder: Path = FOLDER) -> dict[str, Any]:
+def manifest(folder: Path | None = None) -> dict[str, Any]:
     """What the policy says of itself.
 
     Raises:
         ConfigError: there is none, or it is not whole: it is written last.
     """
+    folder = folder or FOLDER
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if not isinstance(found["files"], dict):
@@ -37,10 +38,15 @@ def manifest(folder: Path = FOLDER) -> dict[str, Any]:
         ) from None
 
 
-def stored(folder: Path = FOLDER) -> RunConfig:
+def stored(folder: Path | None = None) -> RunConfig:
     """Its configuration. ConfigError as `manifest`."""
     manifest(folder)
-    return stored_config(folder)
+    return stored_config(folder or FOLDER)
+
+
+def there() -> bool:
+    """Whether this installation has one."""
+    return (FOLDER / MANIFEST).is_file()
 
 
 def digest(path: Path) -> str:
@@ -51,8 +57,9 @@ def digest(path: Path) -> str:
         return ""
 
 
-def check(folder: Path = FOLDER) -> Path:
+def check(folder: Path | None = None) -> Path:
     """The folder itself. ConfigError as `manifest`, or a file is not the one that the manifest names."""
+    folder = folder or FOLDER
     for name, found in manifest(folder)["files"].items():
         if digest(folder / name) != found:
             raise ConfigError(f"{folder / name} is not the file that was shipped: install trace-jax again")

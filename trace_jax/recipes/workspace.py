@@ -201,14 +201,15 @@ class Workspace:
             self.__dict__[name] = getattr(other, name)
         self._learners = other._learners
 
-    def furnish(self, folder: Path = shipped.FOLDER) -> None:
+    def furnish(self, folder: Path | None = None) -> None:
         """Gives an empty run with the configuration of a shipped policy its tokenizer, and its parameters as those
         before any training.
 
         Raises:
             ConfigError: a file is missing or damaged.
         """
-        self.__dict__["chat"] = chat_files.open_chat(shipped.check(folder), self.config.chat)
+        folder = shipped.check(folder)
+        self.__dict__["chat"] = chat_files.open_chat(folder, self.config.chat)
         self.__dict__["base_params"] = nnx.state(hf.load_model(folder), nnx.Param)
 
     def store(self, stage: str) -> CheckpointStore:
