@@ -5,7 +5,9 @@ import datetime
 import os
 import subprocess
 import tempfile
+import time
 import zipfile
+from types import SimpleNamespace
 
 import duckdb
 import numpy as np
@@ -23,6 +25,8 @@ from helpers_diagnose import (
     said,
     text,
 )
+
+from trace_jax.recipes import diagnose_progress
 
 
 @pytest.fixture
@@ -319,3 +323,22 @@ def test_campaigns_must_be_named_and_siblings_are_used(diagnose):
     _, found, _, _ = diagnose(text(table), argv=(*HALVES, "--campaign", "brand"))
     assert found["campaign"] == "Brand" and said(found)[1] == {"device": "Mobile phones"}
     assert not any("no other campaign" in line for line in found["not_checked"])
+
+
+def test_a_bar_shows_how_far_each_pass_over_a_large_file_is(tmp_path, monkeypatch):
+    shown = []
+    bar = SimpleNamespace(update=lambda step, **figures: shown.append((step, figures["pass"])))
+    with duckdb.connect() as connection:
+        passes, left = diagnose_progress.Passes(bar), iter([10.0, 60.0, -1.0, 100.0, 5.0])
+        watched = SimpleNamespace(execute=connection.execute, query_progress=lambda: next(left, -1.0))
+        passes.show(1, 2)
+        monkeypatch.setattr(diagnose_progress, "EVERY", 0.001)
+        with passes.watching(watched):
+            while len(shown) < 5:
+                time.sleep(0.001)
+        assert connection.execute("SELECT current_setting('enable_progress_bar')").fetchone() == (True,)
+    assert shown == [(50, 1), (10, 2), (60, 2), (99, 2), (5, 3)]
+    small = tmp_path / "small.csv"
+    small.write_text("x")
+    with diagnose_progress.reading(None, [small, tmp_path / "none"]) as show:  # no bar at all
+        show(1, 2)
