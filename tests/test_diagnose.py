@@ -174,12 +174,15 @@ def test_archives_directories_and_missing_files(diagnose, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.csv").write_text(HEAD)
     os.mkfifo(tmp_path / "pipe")
+    odd = tmp_path / os.fsdecode(b"name-\xff.csv")
+    odd.write_text(HEAD)
     for path, part in (
         (plain, "a zip archive"),
         (locked, "password-protected"),
         (tmp_path / "folder", "folder/x.csv"),
         (tmp_path / "none.csv", "no such file"),
         (tmp_path / "pipe", "no regular file"),
+        (odd, "rename the file"),
     ):
         status, _, _, err = diagnose(path)
         assert status == 2 and part in err and err.count("\n") == 1

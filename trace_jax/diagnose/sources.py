@@ -103,6 +103,10 @@ def open_sources(
 
 
 def _check_file(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # DuckDB takes no other names
+        raise ConfigError(f"the name of {str(path)!r} is no UTF-8: rename the file") from None
     with reading(path):
         status = path.stat()
     if stat.S_ISDIR(status.st_mode):
