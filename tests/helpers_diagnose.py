@@ -107,9 +107,11 @@ MOBILE = falls({"device": "Mobile phones"}, ctr=0.6)
 
 
 def runner(tmp_path, capsys):
-    """Runs the command on files of text, bytes or paths: exit status, JSON or None, stdout, stderr."""
+    """Runs the command on files of text, bytes or paths: exit status, JSON or None, stdout, stderr. The scripted
+    analyst investigates unless `argv` names another agent or a run."""
 
     def run(*files, argv=(), yes=True):
+        agent = () if {"--agent", "--run-dir"} & {*argv} else ("--agent", "analyst")
         paths = []
         for number, content in enumerate(files):
             path = content
@@ -118,7 +120,7 @@ def runner(tmp_path, capsys):
                 path.write_bytes(content if isinstance(content, bytes) else content.encode())
             paths.append(path)
         before = [hashlib.sha256(p.read_bytes()).digest() if p.is_file() else None for p in paths]
-        words = ["diagnose", *map(str, paths), *(["--yes"] if yes else []), "--json", "--samples", "3", *argv]
+        words = ["diagnose", *map(str, paths), *(["--yes"] if yes else []), "--json", "--samples", "3", *agent, *argv]
         status = cli.main(words)
         assert before == [hashlib.sha256(p.read_bytes()).digest() if p.is_file() else None for p in paths]
         out, err = capsys.readouterr()

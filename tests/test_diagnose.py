@@ -3,7 +3,11 @@ data, evidence that can be run again. What it concludes: `test_diagnose_judgemen
 
 import datetime
 import os
+import subprocess
+import tempfile
+import time
 import zipfile
+from types import SimpleNamespace
 
 import duckdb
 import numpy as np
@@ -15,11 +19,14 @@ from helpers_diagnose import (
     MOBILE,
     NUMBERS,
     VALUES,
+    falls,
     rows,
     runner,
     said,
     text,
 )
+
+from trace_jax.recipes import diagnose_progress
 
 
 @pytest.fixture
@@ -73,6 +80,39 @@ def test_the_same_table_in_any_dress_gives_the_same_answer(fatigue, diagnose, tm
         assert found["evidence"][0]["rows"] == plain["evidence"][0]["rows"], name
 
 
+@pytest.mark.parametrize(
+    ("encoding", "mark", "iconv"),
+    [
+        ("cp1252", b"", "iconv -f WINDOWS-1252"),
+        ("utf-16-be", b"\xfe\xff", "iconv -f UTF-16BE"),
+        ("utf-16-be", b"", "iconv -f UTF-16BE"),
+        ("utf-16-le", b"", None),
+    ],
+)
+def test_encodings_that_duckdb_does_not_read_are_read_from_a_copy(
+    encoding, mark, iconv, diagnose, tmp_path, monkeypatch
+):
+    """The copy is gone afterwards; what the evidence needs first is a command that makes one, and does."""
+    values = VALUES | {"device": ("Téléphone – “5G”", "Computers", "Tablets")}
+    table = rows(effect=falls({"device": values["device"][0]}, ctr=0.6), values=values)
+    content = mark + text(table, number=lambda v: f"{v} €" if isinstance(v, float) else str(v)).encode(encoding)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    status, found, _, err = diagnose(content, argv=HALVES)
+    assert status == 0, err
+    assert said(found) == ("CREATIVE_FATIGUE", {"device": values["device"][0]})
+    assert not list(temporary.iterdir())
+    setup = found["evidence_setup"]
+    if iconv is not None:
+        command = setup.splitlines()[0].removeprefix("-- first, in a shell: ")
+        assert command.startswith(iconv) and any("temporary copy" in q["text"] for q in found["quality"])
+        subprocess.run(command, shell=True, check=True)
+    with duckdb.connect() as fresh:
+        fresh.execute(setup)
+        assert [list(r) for r in fresh.execute(found["evidence"][0]["sql"]).fetchall()] == found["evidence"][0]["rows"]
+
+
 def test_evidence_runs_again_from_the_users_file_and_is_what_numpy_says(fatigue, diagnose):
     _, found, _, _ = diagnose(text(fatigue, number=lambda v: f"{v:,}"), argv=HALVES)
     evidence = found["evidence"][0]
@@ -98,7 +138,7 @@ BAD = {
     "blanks": (b"\n \n\n", "nothing but blanks"),
     "binary": (bytes(range(256)) * 20, "is binary"),
     "utf-32": ("Date,Clicks\n".encode("utf-32"), "UTF-32"),
-    "windows": ("Date,Device,Cost €\n".encode("cp1252"), "iconv -f WINDOWS-1252"),
+    "windows": (b"Date,Device,Cost \x80 \x81\n", "no UTF-8, Latin-1 or Windows-1252 text"),
     "no rows": (HEAD.encode(), "no rows"),
     "one day": (f"{HEAD}2026-11-01,mobile,100,2\n2026-11-01,desktop,100,2\n".encode(), "one day"),
     "no numbers": (b"Date,Device,Note\n2026-11-01,mobile,hello\n2026-11-02,mobile,bye\n", "no numbers of impressions"),
@@ -134,12 +174,15 @@ def test_archives_directories_and_missing_files(diagnose, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.csv").write_text(HEAD)
     os.mkfifo(tmp_path / "pipe")
+    odd = tmp_path / os.fsdecode(b"name-\xff.csv")
+    odd.write_text(HEAD)
     for path, part in (
         (plain, "a zip archive"),
         (locked, "password-protected"),
         (tmp_path / "folder", "folder/x.csv"),
         (tmp_path / "none.csv", "no such file"),
         (tmp_path / "pipe", "no regular file"),
+        (odd, "rename the file"),
     ):
         status, _, _, err = diagnose(path)
         assert status == 2 and part in err and err.count("\n") == 1
@@ -283,3 +326,22 @@ def test_campaigns_must_be_named_and_siblings_are_used(diagnose):
     _, found, _, _ = diagnose(text(table), argv=(*HALVES, "--campaign", "brand"))
     assert found["campaign"] == "Brand" and said(found)[1] == {"device": "Mobile phones"}
     assert not any("no other campaign" in line for line in found["not_checked"])
+
+
+def test_a_bar_shows_how_far_each_pass_over_a_large_file_is(tmp_path, monkeypatch):
+    shown = []
+    bar = SimpleNamespace(update=lambda step, **figures: shown.append((step, figures["pass"])))
+    with duckdb.connect() as connection:
+        passes, left = diagnose_progress.Passes(bar), iter([10.0, 60.0, -1.0, 100.0, 5.0])
+        watched = SimpleNamespace(execute=connection.execute, query_progress=lambda: next(left, -1.0))
+        passes.show(1, 2)
+        monkeypatch.setattr(diagnose_progress, "EVERY", 0.001)
+        with passes.watching(watched):
+            while len(shown) < 5:
+                time.sleep(0.001)
+        assert connection.execute("SELECT current_setting('enable_progress_bar')").fetchone() == (True,)
+    assert shown == [(50, 1), (10, 2), (60, 2), (99, 2), (5, 3)]
+    small = tmp_path / "small.csv"
+    small.write_text("x")
+    with diagnose_progress.reading(None, [small, tmp_path / "none"]) as show:  # no bar at all
+        show(1, 2)

@@ -1,6 +1,7 @@
 """Exports shaped like platforms' reports: the figures of the episode's tables, read back through their habits."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,3 +52,17 @@ def test_the_command_writes_files_and_the_truth(tmp_path, monkeypatch, capsys):
     assert cli.main([*argv[:-1], str(tmp_path / "y")]) == 2
     assert cli.main([*argv, "--split", "test"]) == 2
     assert "something else" in capsys.readouterr().err
+
+
+def test_the_example_of_the_readme_is_answered(tmp_path, capsys):
+    """By the scripted analyst here, which needs no compiling; what happened is in the file beside it."""
+    folder = Path(__file__).parent.parent / "examples"
+    (truth,) = json.loads((folder / "truth.json").read_text())
+    argv = ["diagnose", str(folder / truth["files"][0]), "--yes", "--agent", "analyst", "--json"]
+    assert cli.main([*argv, "--html", str(tmp_path / "answer.html")]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["cause"] == truth["cause"] and found["campaign"] == truth["campaign"]
+    assert {s["dimension"]: s["value"] for s in found["slice"]} == truth["slice"]
+    assert (
+        "<h1>Ad quality drop in Impression device = Android smartphone</h1>" in (tmp_path / "answer.html").read_text()
+    )

@@ -171,10 +171,28 @@ def test_what_the_tables_cannot_tell_is_not_decided(diagnose):
 def test_an_answer_needs_more_than_half_of_the_investigations(answers, cause, level):
     names = dict(zip("ABCD", ("BID_INCREASE", "NO_SIGNAL", "OUT_OF_STOCK", "BUDGET_CAP"), strict=True))
     given = [findings.Investigation((), format_answer(names[a])) for a in answers]
-    found = findings.conclude(given, [], quality.Report(()), {})
+    found = findings.conclude(given, [], quality.Report(()), {}, {})
     assert (found.cause, found.level, found.of) == (names.get(cause), level, 5)
-    doubtful = findings.conclude(given, [], quality.Report((quality.Finding("x", "gaps", serious=True),)), {})
+    doubtful = findings.conclude(given, [], quality.Report((quality.Finding("x", "gaps", serious=True),)), {}, {})
     assert doubtful.level != "high" and "gaps" in doubtful.why
+
+
+def test_what_markets_do_by_themselves_is_no_cause_without_another_campaign(diagnose):
+    """Clicks 12 % dearer everywhere: the market, for all that one campaign shows. Beside another one it is the bid; and
+    so is what no market does."""
+    dearer = lambda cpc: lambda t, cell: {"cpc": cpc, "ctr": 0.9} if t >= 14 else {}  # noqa: E731
+    table = rows(effect=dearer(1.12), impressions=20_000, noise=0.03)
+    _, alone, out, _ = diagnose(text(table), argv=HALVES)
+    assert said(alone) == ("NO_SIGNAL", {}) and alone["confidence"]["level"] == "medium"
+    assert alone["confidence"]["why"] == [
+        "3 of 3 say BID_INCREASE, but CPC +12% is no more than season and market do by themselves, "
+        "and there is no other campaign to compare with"
+    ]
+    both = table + rows(seed=5, campaign="Other", impressions=20_000, noise=0.03)
+    _, beside, _, _ = diagnose(text(both), argv=(*HALVES, "--campaign", "Brand"))
+    assert said(beside) == ("BID_INCREASE", {})
+    _, loud, _, _ = diagnose(text(rows(effect=dearer(1.5), impressions=20_000, noise=0.03)), argv=HALVES)
+    assert said(loud) == ("BID_INCREASE", {})
 
 
 # Windows

@@ -13,7 +13,7 @@ from helpers_episodes import fake_set
 from recipes_helpers import CONFIG, compile_cache
 
 from trace_jax import cli, config_io
-from trace_jax.recipes import inspect, inspect_text
+from trace_jax.recipes import inspect, inspect_text, programs
 from trace_jax.report import episode
 from trace_jax.report.episode_chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, series_chart
 from trace_jax.report.episode_facts import facts, inside_slice
@@ -203,9 +203,9 @@ def test_programs_are_kept_where_the_user_has_not_said_otherwise(monkeypatch, tm
     for chosen, base in (("", tmp_path / "cache"), ("/elsewhere", tmp_path / "unused"), ("", tmp_path / "file" / "x")):
         (tmp_path / "file").write_text("")
         config = SimpleNamespace(jax_compilation_cache_dir=chosen, update=lambda *pair: told.append(pair))
-        monkeypatch.setattr(inspect, "jax", SimpleNamespace(config=config))
+        monkeypatch.setattr(programs, "jax", SimpleNamespace(config=config))
         monkeypatch.setenv("XDG_CACHE_HOME", str(base))
-        inspect._keep_programs()
+        programs.keep()
     ((name, folder),) = told
     assert name == "jax_compilation_cache_dir" and Path(folder).is_dir()
     assert Path(folder).is_relative_to(tmp_path / "cache") and not (tmp_path / "unused").exists()

@@ -23,7 +23,7 @@ from trace_jax.cli_commands import COMMANDS, dry_run
 from trace_jax.cli_parser import ADS_ONLY, FIXED, SCRIPTED, TRAINING, command_of
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import require_environment
-from trace_jax.recipes import distributed
+from trace_jax.recipes import distributed, shipped
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.rundir import stored_config
 
@@ -104,6 +104,8 @@ def _config(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> RunCo
 
 def _run_of(args: argparse.Namespace) -> Path | None:
     """The run whose configuration a command starts from, None for commands that begin with none."""
+    if args.command in ("eval", "diagnose") and _ships(args):
+        return shipped.FOLDER
     if args.command in ("simulate", "inspect", "certify", "bench", "compile"):
         return None
     if args.command in ("play", "fit-rules", "diagnose"):
@@ -121,6 +123,17 @@ def _run_of(args: argparse.Namespace) -> Path | None:
     if run is None and continues and needs_one:
         raise ConfigError("which run? give its directory with --run-dir")
     return run
+
+
+def _ships(args: argparse.Namespace) -> bool:
+    """Whether the package's own policy is asked. ConfigError if this installation has none."""
+    if getattr(args, "compare", None):
+        return False
+    default = args.command == "diagnose" and args.agent is None and not args.run_dir and shipped.there()
+    wanted = args.agent == shipped.AGENT or default
+    if wanted:
+        shipped.manifest()
+    return wanted
 
 
 def _one_line(message: object) -> str:

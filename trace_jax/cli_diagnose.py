@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-AGENTS = ("analyst", "latest", "best", "grpo", "sft")
+AGENTS = ("shipped", "analyst", "endpoint", "latest", "best", "grpo", "sft")
 
 
 def build(p: argparse.ArgumentParser) -> None:
@@ -26,13 +26,22 @@ def build(p: argparse.ArgumentParser) -> None:
     lag = "leave out the last N days, whose conversions are incomplete (default: as many as look so)"
     p.add_argument("--lag", type=_days, metavar="N", help=lag)
     who = (
-        "who investigates: the scripted analyst, or a stage of --run-dir (default: latest with --run-dir, else analyst)"
+        "who investigates: the small policy that comes with trace-jax (shipped), the scripted analyst, a model behind "
+        "an endpoint, or a stage of --run-dir (default: latest with --run-dir, else shipped)"
     )
     p.add_argument("--agent", choices=AGENTS, help=who)
     p.add_argument("--run-dir", type=Path, metavar="DIR", help="a run whose trained policy investigates")
     p.add_argument(
         "--samples", type=_count, default=5, metavar="N", help="investigations, whose agreement is told (default: 5)"
     )
+    url = "with --agent endpoint: base URL of an OpenAI-compatible interface; same as --endpoint.url"
+    p.add_argument("--endpoint", dest="endpoint_url", metavar="URL", help=url)
+    model = "with --agent endpoint: its name there; same as --endpoint.model"
+    p.add_argument("--model", dest="endpoint_model", metavar="NAME", help=model)
+    send = "with --agent endpoint: send what is said before without asking (--yes is about columns only)"
+    p.add_argument("--send", action="store_true", help=send)
+    page = "also write the diagnosis as one self-contained HTML page"
+    p.add_argument("--html", type=Path, metavar="FILE", help=page)
     keep = "also write the rows as they were read into a new DuckDB file"
     p.add_argument("--keep", type=Path, metavar="FILE", help=keep)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trace_jax import cli_capability, cli_diagnose, config_io
 from trace_jax.config import ConfigError
-from trace_jax.recipes import studies
+from trace_jax.recipes import shipped, studies
 from trace_jax.recipes.studies import STUDIES
 from trace_jax.recipes.tracking import SERVICES
 
@@ -181,10 +181,11 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--run-dir", type=Path, metavar="DIR", help="a run whose policy's answers are shown, too")
         if name == "eval":
             p.add_argument("--split", default="test", choices=SPLITS, help=_SPLIT)
-            agents = ("latest", "best", "grpo", "sft", "untrained", *SCRIPTED, "endpoint")
+            agents = ("latest", "best", "grpo", "sft", "untrained", shipped.AGENT, *SCRIPTED, "endpoint")
             whose = (
-                "whom to score: a stage of the run, the untrained policy, a prompted model behind an endpoint, or one "
-                "without a policy (of ads the analyst, contribution, adtributor, squeeze, riskloc, scan or ceiling; "
+                "whom to score: a stage of the run, the untrained policy, the small policy that comes with trace-jax "
+                "(shipped, needs no run), a prompted model behind an endpoint, or one without a policy (of ads the "
+                "analyst, contribution, adtributor, squeeze, riskloc, scan or ceiling; "
                 f"of search the explorer or the solver); {_LATEST}"
             )
             p.add_argument("--agent", default="latest", choices=agents, help=whose)
@@ -269,8 +270,11 @@ def build() -> argparse.ArgumentParser:
             stage = f"whose policy to write; {_LATEST}"
             stages = ("latest", "best", "grpo", "sft", "base")
             p.add_argument("--stage", default="latest", choices=stages, help=f"{stage}; base: as it was imported")
-            form = "hf: the whole policy, adapters merged (default) | peft: the adapters alone"
-            p.add_argument("--format", default="hf", choices=("hf", "peft"), help=form)
+            form = (
+                "hf: the whole policy, adapters merged (default) | peft: the adapters alone | shipped: as hf, with its "
+                "configuration and its score on the test split, which takes about a minute"
+            )
+            p.add_argument("--format", default="hf", choices=("hf", "peft", "shipped"), help=form)
             types = ("float32", "bfloat16", "float16")
             kept = "of the weights (default: as they were imported, float32 of a policy from scratch)"
             p.add_argument("--dtype", choices=types, help=kept)
@@ -284,7 +288,7 @@ def build() -> argparse.ArgumentParser:
                 "--out",
                 type=Path,
                 metavar="DIR",
-                help="default: export (peft: adapter) in the run directory, export-STAGE for an older policy",
+                help="default: export, adapter (peft) or shipped in the run directory, NAME-STAGE for an older policy",
             )
     return parser
 

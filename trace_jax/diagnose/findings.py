@@ -21,6 +21,11 @@ from trace_jax.environments.ads.decompose import decompose
 from trace_jax.simulator.causes import CAUSES, LEVELS, NO_SIGNAL
 
 HIGH, MEDIUM = 0.8, 0.6  # agreement
+# Changes (logarithms) of the whole campaign that season, promotions, trend and market bring about by themselves: what
+# the simulator's shared confounders may add up to over half of a window. Other campaigns would show them, too.
+MARKET_VOLUME, MARKET_RATE = 0.4, 0.15
+# The metric that a campaign-wide cause is told by, where only other campaigns could tell it from the market.
+_TOLD_BY = {"BUDGET_CAP": "impressions", "BID_INCREASE": "cpc", "PAGE_DEGRADATION": "cvr"}
 
 
 @dataclass(frozen=True)
@@ -77,16 +82,22 @@ def _said(cause: str | None, pairs: Sequence[Pair]) -> str:
 
 
 def conclude(
-    investigations: Sequence[Investigation], words: Sequence[Words], report: Report, alike: Mapping[str, str]
+    investigations: Sequence[Investigation],
+    words: Sequence[Words],
+    report: Report,
+    alike: Mapping[str, str],
+    market: Mapping[str, str],
 ) -> Diagnosis:
     """The answer that most investigations give; of equally many, the one that was given first.
 
     Args:
         alike: what these tables cannot tell from a cause, by cause; see `lookalikes`.
+        market: why a cause is no more than the market may be; see `within_the_market`. Votes for it are for NO_SIGNAL.
     """
     held = {(w.dimension, word) for w in words for word in w.of.values() if len(set(w.of.values())) > 1}
     names = {w.dimension: w for w in words}
     votes: Counter[tuple[str | None, tuple[Pair, ...]]] = Counter()
+    small: Counter[str] = Counter()
     for one in investigations:
         parsed = parse_lenient(one.answer or "")
         if parsed is None:
@@ -97,16 +108,22 @@ def conclude(
         if LEVELS[parsed.root_cause] == "segment" and not pairs:
             votes[None, ()] += 1
             continue
+        if parsed.root_cause in market:
+            small[parsed.root_cause] += 1
+            votes[NO_SIGNAL, ()] += 1
+            continue
         votes[parsed.root_cause, pairs] += 1
     readable = [(key, n) for key, n in votes.most_common() if key[0] is not None]
     (cause, pairs), count = readable[0] if readable else ((None, ()), votes[None, ()])
     told = {key: _said(key[0], [(d, names[d].name(v)) for d, v in key[1]]) for key in votes}
     others = tuple((told[key], n) for key, n in votes.most_common() if key != (cause, pairs))
     why = [f"{sum(votes.values()) - count} of {sum(votes.values())} investigations say otherwise"] if others else []
+    if cause == NO_SIGNAL:
+        why += [f"{n} of {sum(votes.values())} say {name}, but {market[name]}" for name, n in small.most_common()]
     why += [f.text for f in report.findings if f.serious]
     agreement = count / max(sum(votes.values()), 1) if cause is not None else 0.0
     level = "high" if agreement >= HIGH else "medium" if agreement >= MEDIUM else "low"
-    if level == "high" and any(f.serious for f in report.findings):
+    if level == "high" and (any(f.serious for f in report.findings) or (cause == NO_SIGNAL and small)):
         level = "medium"
     named, undecided = tuple((d, names[d].name(v)) for d, v in pairs), ""
     if cause in alike:
@@ -122,6 +139,29 @@ def describe(cause: str | None) -> str:
     if cause == NO_SIGNAL:
         return "none of the twelve causes stands out; what moved is season, market, trend or noise as far as this shows"
     return next((c.description for c in CAUSES if c.name == cause), "")
+
+
+def meaning(diagnosis: Diagnosis) -> str:
+    """What happened, in plain words."""
+    if diagnosis.undecided:
+        return diagnosis.undecided[:1].upper() + diagnosis.undecided[1:] + "."
+    return next((c.meaning for c in CAUSES if c.name == diagnosis.cause), "")
+
+
+def mixed(diagnosis: Diagnosis) -> str | None:
+    """The dimension whose mix moved, for causes of the mix."""
+    if LEVELS.get(diagnosis.cause or NO_SIGNAL) != "mix":
+        return None
+    return {"PLACEMENT_SHIFT": "placement"}.get(diagnosis.cause or "", "audience")
+
+
+def answered(one: Investigation, words: Mapping[str, Words]) -> str:
+    """What an investigation came to, in the user's values."""
+    parsed = parse_lenient(one.answer or "")
+    if parsed is None:
+        return _said(None, ())
+    named = [(d, words[d].name(v) if d in words else v) for d, v in parsed.driver_segments]
+    return _said(parsed.root_cause, named if LEVELS[parsed.root_cause] == "segment" else ())
 
 
 # Evidence
@@ -147,12 +187,12 @@ def evidence(
         out.append(_evidence(loaded, "the slice and the rest, before and after", [period, part], figures, where))
     else:
         out.append(_evidence(loaded, "the campaign, before and after", [period], figures, where))
-    mixed = {"PLACEMENT_SHIFT": "placement"}.get(diagnosis.cause or "", "audience")
-    if LEVELS.get(diagnosis.cause or NO_SIGNAL) == "mix" and mixed in loaded.dimensions:
+    moved = mixed(diagnosis)
+    if moved in loaded.dimensions:
         which = period.removesuffix(" AS period")
         share = f"round(100 * sum(impressions) / sum(sum(impressions)) OVER (PARTITION BY {which}), 1) AS share_percent"
         out.append(
-            _evidence(loaded, f"shares of impressions by {mixed}", [period, mixed], [share, *figures[1:]], where)
+            _evidence(loaded, f"shares of impressions by {moved}", [period, moved], [share, *figures[1:]], where)
         )
     levels = {"budget": "round(avg(budget), 2) AS budget_a_day", "in_stock": "round(avg(in_stock), 4) AS in_stock"}
     shown = [sql for metric, sql in levels.items() if metric in loaded.own_totals]
@@ -187,7 +227,33 @@ def _evidence(
     return Evidence(title, sql, names, tuple(cursor.fetchall()))
 
 
-def parts(found: Series, windows: Windows) -> list[str]:
+@dataclass(frozen=True)
+class Parts:
+    """The change of a rate, split exactly: `mix` as traffic went elsewhere, `rate` inside the values of `dimension`.
+
+    Attributes:
+        metric: of `RATES`. before, after, mix, rate: in its own unit, a share for CTR and CVR.
+        warning: why the split says little, or "".
+    """
+
+    metric: str
+    dimension: str
+    before: float
+    after: float
+    mix: float
+    rate: float
+    warning: str = ""
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        scale, unit = (100, " %") if self.metric != "cpc" else (1, "")
+        text = f"{self.metric.upper()} {scale * self.before:.4g}{unit} to {scale * self.after:.4g}{unit}"
+        text += f": mix of {self.dimension} {scale * self.mix:+.3g}, rates inside {scale * self.rate:+.3g}"
+        return text + (f" ({self.warning})" if self.warning else "")
+
+
+def parts(found: Series, windows: Windows) -> list[Parts]:
     """How much of each rate's change is mix and how much is rate, by the dimension whose mix explains the most."""
     before, after = tables.masks(found, windows)
     out = []
@@ -207,13 +273,11 @@ def parts(found: Series, windows: Windows) -> list[str]:
                 continue
             if best is None or abs(split.mix.sum()) > abs(best[1].mix.sum()):
                 best = dimension, split
-        if best is None:
-            continue
-        dimension, split = best
-        scale, unit = (100, " %") if name != "cpc" else (1, "")
-        text = f"{name.upper()} {scale * split.before:.4g}{unit} to {scale * split.after:.4g}{unit}"
-        text += f": mix of {dimension} {scale * split.mix.sum():+.3g}, rates inside {scale * split.rate.sum():+.3g}"
-        out.append(text + (f" ({split.warning})" if split.warning else ""))
+        if best is not None:
+            dimension, split = best
+            levels = float(split.before), float(split.after)
+            sums = float(split.mix.sum()), float(split.rate.sum())
+            out.append(Parts(name, dimension, *levels, *sums, split.warning or ""))
     return out
 
 
@@ -227,6 +291,31 @@ def lookalikes(loaded: Loaded, found: Series) -> dict[str, str]:
         out["BUDGET_CAP"] = "a move of the whole market: without a budget or other campaigns both are a fall of volume"
     if "in_stock" in lacks:
         out["OUT_OF_STOCK"] = "PAGE_DEGRADATION: without stock both are a fall of CVR"
+    return out
+
+
+def within_the_market(loaded: Loaded, found: Series, windows: Windows) -> dict[str, str]:
+    """Campaign-wide causes whose change is no larger than what markets do by themselves, and why they are not told from
+    that: there is no other campaign to compare with. By cause; empty where there is one."""
+    if found.names:
+        return {}
+    held, out = {*loaded.metrics, *loaded.total_metrics}, {}
+    masks = tables.masks(found, windows)
+    for cause, metric in _TOLD_BY.items():
+        if cause == "BUDGET_CAP" and "budget" in held:  # which is met or not, whatever the market does
+            continue
+        n, d = RATES.get(metric, (metric, None))
+        if n not in found.totals or (d is not None and d not in found.totals):
+            continue
+        below = [m.sum() if d is None else found.totals[d][m].sum() for m in masks]
+        levels = [found.totals[n][m].sum() / max(b, 1e-9) for m, b in zip(masks, below, strict=True)]
+        if min(levels) <= 0:
+            continue
+        change = float(np.log(levels[1] / levels[0]))
+        if abs(change) <= (MARKET_VOLUME if d is None else MARKET_RATE):
+            name = metric.upper() if d is not None else metric
+            moved = f"{name} {np.expm1(change):+.0%} is no more than season and market do by themselves"
+            out[cause] = f"{moved}, and there is no other campaign to compare with"
     return out
 
 

@@ -90,11 +90,18 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
             )
             notes.append(f"{plan.source.name} {what} and cannot be crossed with the other file: diagnose it by itself")
     dimensions = main[0].dimensions
-    currency, mixed = _currency([*main, *totals], connection)
+    surveys = {id(plan): _survey(plan, connection) for plan in [*main, *totals]}
+    currencies = sorted({c for found in surveys.values() for c in found.currencies})
+    currency, mixed = (currencies[0], "") if len(currencies) == 1 else ("", ", ".join(currencies))
     metrics = tuple(m for m in synonyms.METRICS if any(m in p.fields for p in main))
     if mixed:
         problems.append(f"amounts are in several currencies ({mixed}): spend and sales are not looked at")
         metrics = tuple(m for m in metrics if m not in (*synonyms.AMOUNTS, "budget"))
+    for plan in [*main, *totals]:
+        for metric, (count, example) in surveys[id(plan)].unreadable.items():
+            if not mixed or metric not in (*synonyms.AMOUNTS, "budget"):
+                column = f"{count:,} of {plan.fields[metric]!r}"
+                notes.append(f"{plan.source.name}: {column} are no numbers, e.g. {example!r}: taken as 0")
     views, held = {"loaded": _read(connection, "raw_cells", main, dimensions, metrics, notes, problems)}, ()
     _aggregate(connection, "cells", "raw_cells", dimensions, metrics)
     if not connection.execute("SELECT count(*) FROM cells").fetchone()[0]:
@@ -111,9 +118,12 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
     else:
         _aggregate(connection, "totals", "cells", (), metrics)
     made = "".join(f"CREATE OR REPLACE TEMP VIEW {name} AS\n{sql};\n" for name, sql in views.items())
-    connection.execute(made)
-    attached = dict.fromkeys(f"{p.source.attach};\n" for p in [*main, *totals] if p.source.attach)
-    setup = reading.MACROS + "".join(attached) + made
+    for name in views:  # here of the rows as they were read: a large file is not read again for each query
+        rows = {"loaded": "raw_cells", "loaded_totals": "raw_totals"}[name]
+        connection.execute(f"CREATE TEMP VIEW {name} AS SELECT * EXCLUDE row_key FROM {rows}")
+    used = [p.source for p in [*main, *totals]]
+    before = [*(s.prepare for s in used), *(f"{s.attach};\n" for s in used if s.attach)]
+    setup = "".join(dict.fromkeys(before)) + reading.MACROS + made
     return Loaded(connection, plans, setup, dimensions, metrics, total_metrics, tuple(held), currency, notes, problems)
 
 
@@ -132,32 +142,49 @@ def _main(plans: Sequence[Plan]) -> list[Plan]:
     return [p for p in able if p.dimensions == shape]
 
 
-def _currency(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection) -> tuple[str, str]:
-    """Currency of the amounts, and all of them if there are several."""
-    found: set[str] = set()
-    for plan in plans:
-        amounts = [plan.fields[m] for m in synonyms.AMOUNTS if m in plan.fields]
-        if not amounts:
-            continue
-        if plan.currency is not None:
-            query = f"SELECT DISTINCT {reading.text_of(plan.currency)} FROM {plan.source.relation} LIMIT 20"
-            found |= {str(r[0]).upper() for r in connection.execute(query).fetchall() if r[0] is not None}
-            continue
-        for column in amounts:
-            if plan.kind(column) == "VARCHAR":
-                sign = f"regexp_extract({reading.text_of(column)}, '([^0-9.,()%+\\s-]+)', 1)"
-                query = f"SELECT DISTINCT {sign} FROM {plan.source.relation} LIMIT 20"
-                signs = {r[0].strip() for r in connection.execute(query).fetchall() if r[0]}
-                found |= {
-                    synonyms.CURRENCY_SIGNS.get(s, s)
-                    for s in signs
-                    if s in synonyms.CURRENCY_SIGNS or (len(s) == 3 and s.isupper())
-                }
-            found |= {c for c in ("USD", "EUR", "GBP", "JPY", "CAD", "AUD", "INR") if f"({c})" in column.upper()}
-    return (next(iter(found)), "") if len(found) == 1 else ("", ", ".join(sorted(found)))
+@dataclass(frozen=True)
+class _Survey:
+    """What one pass over a table tells before its rows are read.
+
+    Attributes:
+        currencies: of its amounts, by codes, signs and names of columns.
+        unreadable: metric -> number of cells of rows with a date that are no numbers, and one of them.
+    """
+
+    currencies: frozenset[str] = frozenset()
+    unreadable: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
-def _select(plan: Plan, dimensions: Sequence[str], metrics: Sequence[str]) -> str:
+def _survey(plan: Plan, connection: duckdb.DuckDBPyConnection) -> _Survey:
+    text = [m for m in synonyms.METRICS if m in plan.fields and plan.kind(plan.fields[m]) == "VARCHAR"]
+    amounts = [m for m in synonyms.AMOUNTS if m in plan.fields]
+    asked, found = [], set()
+    for metric in text:
+        cell, value = reading.text_of(plan.fields[metric]), plan.number(metric)
+        lost = f"FILTER ({plan.date.expression} IS NOT NULL AND {value} IS NULL AND {cell} IS NOT NULL)"
+        asked += [f"count(*) {lost}", f"any_value({cell}) {lost}"]
+    if amounts and plan.currency is not None:
+        asked.append(f"list(DISTINCT upper({reading.text_of(plan.currency)}))")
+    elif amounts:
+        for metric in amounts:
+            column = plan.fields[metric].upper()
+            found |= {c for c in ("USD", "EUR", "GBP", "JPY", "CAD", "AUD", "INR") if f"({c})" in column}
+            if metric in text:
+                cell = reading.text_of(plan.fields[metric])
+                sign = f"trim(regexp_extract({cell}, '([^0-9.,()%+\\s-]+)', 1))"
+                known = ", ".join(literal(s) for s in synonyms.CURRENCY_SIGNS)
+                asked.append(f"list(DISTINCT {sign}) FILTER ({sign} IN ({known}) OR {sign} SIMILAR TO '[A-Z]{{3}}')")
+    if not asked:
+        return _Survey(frozenset(found))
+    row = connection.execute(f"SELECT {', '.join(asked)} FROM {plan.source.relation}").fetchone()
+    cut = 2 * len(text)
+    for signs in row[cut:]:
+        found |= {synonyms.CURRENCY_SIGNS.get(s, s) for s in signs or () if s is not None}
+    pairs = zip(text, row[:cut:2], row[1:cut:2], strict=True)
+    return _Survey(frozenset(found), {m: (count, example) for m, count, example in pairs if count})
+
+
+def _select(plan: Plan, dimensions: Sequence[str], metrics: Sequence[str], relation: str) -> str:
     campaign = reading.text_of(plan.fields["campaign"]) if "campaign" in plan.fields else literal(NO_CAMPAIGN)
     columns = [f"cell_day({plan.date.expression}) AS ds", f"coalesce({campaign}, '(none)') AS campaign"]
     columns += [f"coalesce({reading.text_of(plan.fields[d])}, '(none)') AS {d}" for d in dimensions]
@@ -166,7 +193,7 @@ def _select(plan: Plan, dimensions: Sequence[str], metrics: Sequence[str]) -> st
         if metric in (*synonyms.COUNTS, *synonyms.AMOUNTS) and metric in plan.fields:
             value = f"coalesce({value}, 0)"  # platforms leave a zero out
         columns.append(f"{value} AS {metric}")
-    return f"SELECT {', '.join(columns)}, hash(whole_row) AS row_key\n  FROM {plan.source.relation} whole_row"
+    return f"SELECT {', '.join(columns)}, hash(whole_row) AS row_key\n  FROM {relation} whole_row"
 
 
 def _read(
@@ -181,15 +208,14 @@ def _read(
     """Creates `table` of the rows with a date, once each; returns the SQL that reads them from the files."""
     parts = []
     for plan in plans:
-        select = _select(plan, dimensions, metrics)
-        parts.append(select)
+        select = _select(plan, dimensions, metrics, plan.source.relation)
+        parts.append(_select(plan, dimensions, metrics, plan.source.again or plan.source.relation))
         verb = f"CREATE TABLE {table} AS" if plan is plans[0] else f"INSERT INTO {table}"
         try:
             connection.execute(f"{verb} {select}")
         except duckdb.Error as error:
             reason = " ".join(str(error).split("\n")[0].split())[:160]
             raise ConfigError(f"cannot read {plan.source.path} to its end: {reason}") from None
-        notes += _unreadable(connection, plan, metrics)
     undated = connection.execute(f"SELECT count(*) FROM {table} WHERE ds IS NULL").fetchone()[0]
     if undated:
         notes.append(f"{undated:,} row{'s' * (undated > 1)} without a date left out (totals, footers, misspelt dates)")
@@ -222,26 +248,6 @@ def _read(
         "  UNION ALL SELECT * FROM every WHERE ds NOT IN (FROM doubled)\n)\n"
         "SELECT * EXCLUDE row_key FROM once WHERE ds IS NOT NULL"
     )
-
-
-def _unreadable(connection: duckdb.DuckDBPyConnection, plan: Plan, metrics: Sequence[str]) -> list[str]:
-    """What is no number in columns of numbers, of rows with a date."""
-    text = [m for m in metrics if m in plan.fields and plan.kind(plan.fields[m]) == "VARCHAR"]
-    if not text:
-        return []
-    columns = []
-    for metric in text:
-        cell, value = reading.text_of(plan.fields[metric]), plan.number(metric)
-        lost = f"FILTER (WHERE {value} IS NULL AND {cell} IS NOT NULL)"
-        columns += [f"count(*) {lost}", f"any_value({cell}) {lost}"]
-    found = connection.execute(
-        f"SELECT {', '.join(columns)} FROM {plan.source.relation} WHERE {plan.date.expression} IS NOT NULL"
-    ).fetchone()
-    return [
-        f"{plan.source.name}: {count:,} of {plan.fields[metric]!r} are no numbers, e.g. {example!r}: taken as 0"
-        for metric, count, example in zip(text, found[::2], found[1::2], strict=True)
-        if count
-    ]
 
 
 def _aggregate(

@@ -6,7 +6,7 @@ Axes: T days from the first to the last, K values of all dimensions.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,9 @@ from trace_jax.diagnose import synonyms
 from trace_jax.diagnose.loading import Loaded, campaigns
 
 ALL = "all"  # --campaign all: every campaign together
+ADDITIVE = (*synonyms.COUNTS, *synonyms.AMOUNTS)
+
+Sums = Mapping[str, Float[np.ndarray, " T"]]  # of each metric by day
 
 
 @dataclass(frozen=True)
@@ -99,28 +102,49 @@ def series(loaded: Loaded, campaign: str) -> Series:
     present = np.zeros(days, bool)
     for (day,) in loaded.ask("SELECT DISTINCT ds FROM mine"):
         present[(day - first).days] = True
-    additive = (*synonyms.COUNTS, *synonyms.AMOUNTS)
 
     def sums(table: str, metrics: tuple[str, ...], keys: str = "") -> dict[tuple, dict[str, np.ndarray]]:
-        used = [m for m in metrics]
-        chosen = ", ".join(f"sum({m})" if m in additive else f"avg({m})" for m in used)
-        out: dict[tuple, dict[str, np.ndarray]] = {}
-        columns = f"{keys}, " if keys else ""
-        for row in loaded.ask(f"SELECT {columns}ds, {chosen} FROM {table} GROUP BY ALL") if used else ():
-            cut = len(row) - len(used) - 1
-            entry = out.setdefault(tuple(row[:cut]), {m: np.zeros(days) for m in used})
-            t = (row[cut] - first).days
-            if 0 <= t < days:
-                for m, value in zip(used, row[cut + 1 :], strict=True):
-                    entry[m][t] = 0.0 if value is None else value
-        return out
+        return _sums(loaded, table, metrics, keys, (first, days))
 
     totals = sums("daily", loaded.total_metrics).get((), {})
     values: dict[tuple[str, str], dict[str, np.ndarray]] = {}
     for dimension in loaded.dimensions:
-        metrics = tuple(m for m in loaded.metrics if m in additive)
+        metrics = tuple(m for m in loaded.metrics if m in ADDITIVE)
         for (value,), found in sums("mine", metrics, dimension).items():
             values[dimension, value] = found
     names = tuple(r[0] for r in loaded.ask("SELECT DISTINCT campaign FROM others ORDER BY 1"))
     others = sums("others", loaded.total_metrics).get((), {}) if names else {}
     return Series(campaign, first, present, totals, values, others, names)
+
+
+def _sums(
+    loaded: Loaded,
+    table: str,
+    metrics: Sequence[str],
+    keys: str,
+    span: tuple[datetime.date, int],
+    values: Sequence[object] = (),
+) -> dict[tuple, dict[str, np.ndarray]]:
+    """Sums (means of levels) by day of a span, for each value of the SQL `keys`; `values`: of its parameters."""
+    first, days = span
+    chosen = ", ".join(f"sum({m})" if m in ADDITIVE else f"avg({m})" for m in metrics)
+    out: dict[tuple, dict[str, np.ndarray]] = {}
+    columns = f"{keys}, " if keys else ""
+    for row in loaded.ask(f"SELECT {columns}ds, {chosen} FROM {table} GROUP BY ALL", *values) if metrics else ():
+        cut = len(row) - len(metrics) - 1
+        entry = out.setdefault(tuple(row[:cut]), {m: np.zeros(days) for m in metrics})
+        t = (row[cut] - first).days
+        if 0 <= t < days:
+            for m, value in zip(metrics, row[cut + 1 :], strict=True):
+                entry[m][t] = 0.0 if value is None else value
+    return out
+
+
+def parted(loaded: Loaded, found: Series, inside: Mapping[str, Sequence[str]]) -> dict[str, Sums]:
+    """Sums by day of "slice", the rows whose values are all among those of `inside`, and of "rest", all others."""
+    test = " AND ".join(f"list_contains(?, {dimension})" for dimension in inside)
+    metrics = tuple(m for m in loaded.metrics if m in ADDITIVE)
+    key = f"CASE WHEN {test} THEN 'slice' ELSE 'rest' END"
+    sums = _sums(loaded, "mine", metrics, key, (found.first, found.days), [list(v) for v in inside.values()])
+    empty = {m: np.zeros(found.days) for m in metrics}
+    return {name: sums.get((name,), empty) for name in ("slice", "rest")}

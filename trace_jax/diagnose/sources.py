@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import csv
 import dataclasses
-import hashlib
 import io
 import re
 import stat
@@ -22,14 +21,14 @@ import duckdb
 
 from trace_jax.config import ConfigError
 from trace_jax.diagnose import synonyms
+from trace_jax.diagnose.encodings import DUCKDB, ICONV, Report, encoding_of, nothing, prepared, utf8_copy
+from trace_jax.diagnose.user_files import reading
 
 SAMPLE = 1 << 20  # bytes from which encoding, delimiter and header are told
 MOST_BROKEN = 10_000  # lines that are counted
 FEW_BROKEN = 0.05  # share of the lines that may be left out
 HEAD_LINES = 40  # among which the line of names must be
 _DELIMITERS = (",", "\t", ";", "|")
-_BLOCK = 1 << 22
-_CONTROL = frozenset(range(32)) - {9, 10, 12, 13, 26}
 _MAGIC = (
     (b"\x1f\x8b", "a gzip archive: unpack it first"),
     (b"BZh", "a bzip2 archive: unpack it first"),
@@ -52,6 +51,8 @@ class Source:
         columns: names as the file spells them. types: DuckDB's, VARCHAR for all of a CSV file.
         notes: what was found about the file besides, in words.
         attach: the statement that makes `relation` known, for tables of a DuckDB database.
+        again: `relation` for whoever runs a query again; another one where a copy is read.
+        prepare: what they have to do before, as an SQL comment.
     """
 
     path: Path
@@ -61,6 +62,8 @@ class Source:
     types: tuple[str, ...]
     notes: tuple[str, ...] = ()
     attach: str = ""
+    again: str = ""
+    prepare: str = ""
 
 
 def quoted(name: str) -> str:
@@ -73,17 +76,13 @@ def literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file of the user's. ConfigError if it cannot be read."""
-    found = hashlib.sha256()
-    with _reading(path), open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
-
-
-def open_sources(paths: Sequence[Path], connection: duckdb.DuckDBPyConnection) -> list[Source]:
+def open_sources(
+    paths: Sequence[Path], connection: duckdb.DuckDBPyConnection, report: Report = nothing
+) -> list[Source]:
     """Every table of the files; DuckDB databases are attached to `connection`, read-only.
+
+    Args:
+        report: of passes over a file that are not DuckDB's.
 
     Raises:
         ConfigError: one line for the first file that is none of CSV, Parquet and DuckDB.
@@ -97,14 +96,18 @@ def open_sources(paths: Sequence[Path], connection: duckdb.DuckDBPyConnection) -
         if path.resolve() in seen:
             raise ConfigError(f"{path} is named twice: its rows would count twice; name it once")
         seen.add(path.resolve())
-        with _reading(path), open(path, "rb") as file:
+        with reading(path), open(path, "rb") as file:
             head = file.read(SAMPLE)
-        found += _open(path, head, connection)
+        found += _open(path, head, connection, report)
     return found
 
 
 def _check_file(path: Path) -> None:
-    with _reading(path):
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # DuckDB takes no other names
+        raise ConfigError(f"the name of {str(path)!r} is no UTF-8: rename the file") from None
+    with reading(path):
         status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         inside = sorted(p.name for p in path.iterdir() if p.suffix.lower() in (".csv", ".parquet", ".duckdb", ".tsv"))
@@ -116,22 +119,7 @@ def _check_file(path: Path) -> None:
         raise ConfigError(f"{path} is empty (0 bytes): export it again")
 
 
-class _reading:
-    """Errors of the file system as one line."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, OSError):
-            reason = (error.strerror or str(error)).lower()
-            raise ConfigError(f"cannot read {self._path}: {reason}; check the name and who may read it") from None
-
-
-def _open(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection) -> list[Source]:
+def _open(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection, report: Report) -> list[Source]:
     if head[:4] == b"PAR1":
         return [_described(path, f"read_parquet({literal(_globless(path))})", path.name, connection)]
     if head[8:12] == b"DUCK":
@@ -141,7 +129,7 @@ def _open(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection) -> lis
     for magic, what in _MAGIC:
         if head.startswith(magic):
             raise ConfigError(f"{path} is {what}")
-    return [_text(path, head, connection)]
+    return [_text(path, head, connection, report)]
 
 
 def _zip(head: bytes) -> str:
@@ -152,7 +140,7 @@ def _zip(head: bytes) -> str:
     return "a zip archive: unpack it first"
 
 
-def _globless(path: Path) -> str:
+def _globless(path: Path | str) -> str:
     """A path that DuckDB takes literally: `*`, `?` and `[` would stand for other files."""
     return re.sub(r"([*?\[])", r"[\1]", str(path))
 
@@ -195,8 +183,8 @@ def _first_line(error: Exception) -> str:
 # Text
 
 
-def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection) -> Source:
-    encoding = _encoding(path, head)
+def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection, report: Report) -> Source:
+    encoding = encoding_of(path, head, report)
     text = codecs.getincrementaldecoder(encoding)("replace").decode(head).lstrip("\ufeff")
     newline = _newline(text)
     lines = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -205,9 +193,13 @@ def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection) -> Sou
     delimiter, skip, names = _layout(path, lines)
     shown = literal(delimiter.replace("\t", "\\t"))
     options = [f"delim={shown}", "header=true", *([f"skip={skip}"] if skip else [])]
-    notes = []
-    duck = {"utf-8-sig": "utf-8", "utf-8": "utf-8", "latin-1": "latin-1"}.get(encoding, "utf-16")
-    if duck != "utf-8":
+    notes, read, again, prepare = [], str(path), str(path), ""
+    if encoding in ICONV:
+        folder = Path(connection.execute("SELECT current_setting('temp_directory')").fetchone()[0])
+        folder.mkdir(exist_ok=True)
+        read, (prepare, again) = str(utf8_copy(path, encoding, folder, report)), prepared(path, encoding)
+        notes.append(f"read as {ICONV[encoding]}, from a temporary copy in UTF-8")
+    elif (duck := DUCKDB[encoding]) != "utf-8":
         options.append(f"encoding={literal(duck)}")
         notes.append(f"read as {duck.upper()}")
     if newline == "\r":
@@ -218,24 +210,25 @@ def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection) -> Sou
     columns = ", ".join(f"{literal(n)}: 'VARCHAR'" for n in names)
     fixed = "all_varchar=true, quote='\"', escape='\"', auto_detect=false"
 
-    def reader(more: str) -> str:
-        return f"read_csv({literal(_globless(path))}, {', '.join(options)}, {fixed}, {more}, columns={{{columns}}})"
+    def reader(more: str, file: str) -> str:
+        return f"read_csv({literal(_globless(file))}, {', '.join(options)}, {fixed}, {more}, columns={{{columns}}})"
 
     broken, rows = _broken_lines(
-        reader(f"strict_mode=true, store_rejects=true, rejects_limit={MOST_BROKEN}"), connection
+        reader(f"strict_mode=true, store_rejects=true, rejects_limit={MOST_BROKEN}", read), connection
     )
     if rows + broken == 0:
         raise ConfigError(f"{path} has column names and no rows: export it again")
     if broken <= FEW_BROKEN * (rows + broken):
-        relation = reader("strict_mode=true, ignore_errors=true")
+        how = "strict_mode=true, ignore_errors=true"
         left = "left out"
     else:
-        relation = reader("strict_mode=false, ignore_errors=true, null_padding=true, parallel=false")
+        how = "strict_mode=false, ignore_errors=true, null_padding=true, parallel=false"
         left = "read as far as they go"
     if broken:
         count = f"{broken:,} line{'s have' if broken > 1 else ' has'}"
         notes.append(f"{count} more or fewer cells than there are names, or broken quotes: {left}")
-    return _described(path, relation, path.name, connection, *notes)
+    source = _described(path, reader(how, read), path.name, connection, *notes)
+    return dataclasses.replace(source, again=reader(how, again), prepare=prepare)
 
 
 def _broken_lines(relation: str, connection: duckdb.DuckDBPyConnection) -> tuple[int, int]:
@@ -247,45 +240,6 @@ def _broken_lines(relation: str, connection: duckdb.DuckDBPyConnection) -> tuple
         rows, broken = 0, MOST_BROKEN
     connection.execute("DROP TABLE IF EXISTS reject_errors; DROP TABLE IF EXISTS reject_scans")
     return broken, rows
-
-
-def _encoding(path: Path, head: bytes) -> str:
-    """Encoding of the whole file; a file that is none raises ConfigError."""
-    for mark, name in ((b"\xff\xfe\x00\x00", "utf-32"), (b"\x00\x00\xfe\xff", "utf-32")):
-        if head.startswith(mark):
-            raise ConfigError(f"{path} is {name.upper()} text: save it as UTF-8")
-    if head.startswith(b"\xff\xfe"):
-        return "utf-16"
-    if head.startswith(b"\xfe\xff"):
-        raise ConfigError(f"{path} is UTF-16 text with the high byte first: save it as UTF-8")
-    even = len(head) & ~1
-    if b"\x00" in head:
-        if even >= 4 and head[1:even:2].count(0) > 0.3 * even / 2 and head[0:even:2].count(0) == 0:
-            return "utf-16-le"
-        raise ConfigError(f"{path} is binary, no table: name a CSV, Parquet or DuckDB file")
-    if sum(b in _CONTROL for b in head[:4096]) > 0.01 * len(head[:4096]):
-        raise ConfigError(f"{path} is binary, no table: name a CSV, Parquet or DuckDB file")
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        with _reading(path), open(path, "rb") as file:
-            while block := file.read(_BLOCK):
-                decoder.decode(block)
-            decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        if _has_windows_letters(path):
-            mend = f"save it as UTF-8, e.g. iconv -f WINDOWS-1252 -t UTF-8 {path} > utf8.csv"
-            raise ConfigError(f"{path} is neither UTF-8 nor Latin-1 text (Windows-1252?): {mend}") from None
-        return "latin-1"
-    return "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
-
-
-def _has_windows_letters(path: Path) -> bool:
-    """Whether a file has bytes that are letters in Windows-1252 and nothing in Latin-1, which DuckDB reads."""
-    with _reading(path), open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            if len(block.translate(None, delete=bytes(range(0x80, 0xA0)))) < len(block):
-                return True
-    return False
 
 
 def _newline(text: str) -> str:

@@ -57,7 +57,7 @@ class Server:
         key_variable: environment variable that holds the key; unset: requests carry none.
         timeout: seconds of one request. retries: of a request that failed or whose reply cannot be read.
         section, url_field: where the configuration has the URL, for messages.
-        kept: what is not lost when the endpoint cannot be reached, for messages.
+        kept: what is not lost when the endpoint cannot be reached, for messages; empty: nothing is kept.
     """
 
     url: str
@@ -128,7 +128,8 @@ class Client:
         reason = getattr(last, "reason", None) or last
         raise ConfigError(
             f"`{server.section}.{server.url_field}` {server.url} did not answer after {server.retries + 1} tries "
-            f"({reason}): mend that and give the command again, {server.kept} so far are kept"
+            f"({reason}): mend that and give the command again"
+            + (f", {server.kept} so far are kept" if server.kept else "")
         )
 
     def _pause(self, attempt: int, asked: float | None) -> float:

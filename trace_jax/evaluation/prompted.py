@@ -125,6 +125,7 @@ class Prompted:
         evaluation: EvaluationConfig,
         *,
         seed: int = 0,
+        kept: str = "finished episodes",
         sleep: Callable[[float], Any] | None = None,
     ):
         server = Server(
@@ -134,7 +135,7 @@ class Prompted:
             retries=config.retries,
             section="endpoint",
             url_field="url",
-            kept="finished episodes",
+            kept=kept,
         )
         self.client = Client(server, sleep=sleep)
         self._config, self._seed = config, seed
@@ -256,6 +257,21 @@ def _kept(message: dict[str, Any], calls: Sequence[tuple[str | None, str | None]
             for call_id, code in named
         ]
     return kept
+
+
+def calls_of(messages: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """(code, what it showed) of each tool call of a conversation, in either protocol; calls without an answer, as at a
+    limit, are left out."""
+    out, open_calls = [], {}
+    for message in messages[2:]:
+        if message["role"] == "assistant":
+            block = _BLOCK.search(message.get("content") or "")
+            open_calls = {None: block[1]} if block else {}
+            for call in message.get("tool_calls", ()):
+                open_calls[call["id"]] = json.loads(call["function"]["arguments"]).get("code", "")
+        elif (key := message.get("tool_call_id")) in open_calls:
+            out.append((open_calls.pop(key), message["content"]))
+    return tuple(out)
 
 
 def _readable(reply: Any) -> Any:

@@ -16,7 +16,7 @@ from trace_jax.evaluation import identity, store, table
 from trace_jax.evaluation.baselines import evaluate_agent
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
 from trace_jax.learner import multihost
-from trace_jax.recipes import distributed, processes, prompted
+from trace_jax.recipes import distributed, processes, programs, prompted, shipped
 from trace_jax.recipes.domain import SCRIPTED, check_agent, domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.rundir import RunDirectory, stored_config, writing
@@ -41,8 +41,8 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
     Args:
         run_dir: the run; without one only agents without a policy can be scored, and nothing is kept.
         config: the run's configuration with changes to evaluation, rollout or data.
-        agent: one of `AGENTS`; "endpoint": the model that `endpoint` names; "best": GRPO's checkpoint with the best
-            validation reward; "latest": the most advanced stage.
+        agent: one of `AGENTS`; "endpoint": the model that `endpoint` names; "shipped": the package's own policy, which
+            needs no run; "best": GRPO's checkpoint with the best validation reward; "latest": the most advanced stage.
 
     Raises:
         ConfigError: a change that has no meaning here or would cut the policy's investigations short.
@@ -54,9 +54,15 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
     check_agent(config, agent)
     if distributed.several() and (run_dir is None or agent not in ("untrained", "sft", "grpo", "best", "latest")):
         raise ConfigError(f"several processes score a policy of a run together, not {agent}: start the command once")
+    if agent == shipped.AGENT:
+        if run_dir is not None:
+            raise ConfigError("--agent shipped is scored on the episodes that it was made for: leave --run-dir out")
+        own = shipped.stored()
+        _check_changes(own, config, config_io.differences(own, config), split)
+        programs.keep()
     with tempfile.TemporaryDirectory() as scratch:
         if run_dir is None:
-            run, changed = RunDirectory.create(Path(scratch) / "run", config), []
+            run, changed = RunDirectory.create(Path(scratch) / "run", on_this_machine(config)), []
         else:
             stored = stored_config(run_dir)
             changed = config_io.differences(stored, config)
@@ -69,10 +75,12 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
             run.config = prompted.worded(config) if agent == prompted.AGENT else on_this_machine(config)
         with run, Interrupt() as interrupt:
             work = Workspace(run, processes.progress(run), interrupt)
+            if agent == shipped.AGENT:
+                work.furnish()
             agent = work.latest_stage() if agent == "latest" else agent
             known = prompted.name_of(config) if agent == prompted.AGENT else agent
             name = name_of(known, split, {field: get(config, field) for field in changed})
-            result = _score(work, agent, split, name)
+            result = score(work, agent, split, name)
             if distributed.leads():
                 show(run.path, {name.removeprefix(OTHER): result})
                 print(identity.line(result["benchmark"]))
@@ -123,11 +131,6 @@ def evaluate(work: Workspace, agent: str) -> dict[str, Any]:
     return score(work, agent) if known is None else known
 
 
-def score(work: Workspace, agent: str) -> dict[str, Any]:
-    """Results of an agent on the test split with the run's settings, scored now."""
-    return _score(work, agent, "test", agent)
-
-
 def stored(run_dir: Path, config: RunConfig, agent: str) -> dict[str, Any] | None:
     """Results of an agent on the test split that a run directory holds, if they are of a run with these settings."""
     known = store.load_summaries(run_dir).get(agent)
@@ -135,8 +138,13 @@ def stored(run_dir: Path, config: RunConfig, agent: str) -> dict[str, Any] | Non
     return known if known is not None and known.get("settings", wanted) == wanted else None
 
 
-def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]:
-    """Results (`summarise` of its kind, and the settings), kept in the run directory as `name`."""
+def score(work: Workspace, agent: str, split: str = "test", name: str | None = None) -> dict[str, Any]:
+    """Results of an agent, scored now (`summarise` of its kind, and the settings).
+
+    Args:
+        name: under which they are kept in the run directory; None: the agent's.
+    """
+    name = agent if name is None else name
     config, domain = work.config, domain_of(work.config)
     environment = work.environment(split)
     indices = range(len(environment))
@@ -165,7 +173,8 @@ def _score(work: Workspace, agent: str, split: str, name: str) -> dict[str, Any]
         work.interrupt.check()
         trajectories: list[Trajectory] = []
         if agent not in (*domain.scripted, *domain.bounds, prompted.AGENT):
-            params = work.initial_params if agent == "untrained" else work.trained_params(agent)
+            untrained = agent in ("untrained", shipped.AGENT)  # here: it came as it is
+            params = work.initial_params if untrained else work.trained_params(agent)
             work.engine.set_params(params, 0)
             trajectories = processes.shared(work.run, work.interrupt, "evaluate", policy)
 

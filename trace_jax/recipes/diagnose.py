@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import duckdb
-import numpy as np
 
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.diagnose import findings, loading, mapping, quality, series, sources, synonyms, tables, windows
 from trace_jax.diagnose import words as vocabulary
 from trace_jax.diagnose.case import CaseEnvironment
 from trace_jax.diagnose.findings import Investigation
-from trace_jax.environments.ads import analyst
+from trace_jax.diagnose.user_files import digest
 from trace_jax.environments.ads.prompt import question
-from trace_jax.environments.base import Observation
-from trace_jax.evaluation.evaluate import evaluate_policy
-from trace_jax.recipes import inspect
+from trace_jax.recipes import diagnose_agents
+from trace_jax.recipes.diagnose_progress import reading
 from trace_jax.recipes.diagnose_view import View
-from trace_jax.recipes.interrupt import Interrupt
+from trace_jax.recipes.play_after import query_of, step_in_words
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import RunDirectory
-from trace_jax.recipes.workspace import Workspace
-from trace_jax.rollout.trajectory import Trajectory
+from trace_jax.report import diagnosis
+from trace_jax.report.target import check_target, put
 from trace_jax.warehouse.files import disk, replace
 
 UNREADABLE = (duckdb.InvalidInputException, duckdb.IOException, duckdb.OutOfMemoryException)
-LARGE = 50_000_000  # bytes of a file that is worth a line of its own
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,8 @@ class Asked:
     run_dir: Path | None = None
     samples: int = 5
     keep: Path | None = None
+    html: Path | None = None
+    send: bool = False
 
 
 def command(config: RunConfig, asked: Asked) -> dict[str, Any]:
@@ -59,15 +57,15 @@ def command(config: RunConfig, asked: Asked) -> dict[str, Any]:
     Raises:
         ConfigError: one line, for all that the user can mend.
     """
-    _check(asked)
+    agent = diagnose_agents.named(asked.agent, asked.run_dir)
+    _check(config, asked, agent)
     view = View()
-    large = [p for p in asked.files if p.is_file() and p.stat().st_size > LARGE]
-    for path in large:
-        Progress().note(f"reading {path}, {path.stat().st_size / 1e6:,.0f} MB: about a minute of one core for 350 MB")
-    digests = {path: sources.digest(path) for path in asked.files if path.is_file()}
+    progress = Progress()
+    with reading(progress, asked.files) as show:
+        digests = {path: digest(path, show) for path in asked.files if path.is_file()}
     try:
         with loading.database() as connection:
-            result = _diagnose(config, asked, connection, view)
+            result, page = _diagnose(config, asked, agent, (connection, progress), view)
     except duckdb.Error as error:
         if (
             not isinstance(error, UNREADABLE) and type(error) is not duckdb.Error
@@ -75,35 +73,53 @@ def command(config: RunConfig, asked: Asked) -> dict[str, Any]:
             raise
         reason = " ".join(str(error).split(chr(10))[0].split())[:200]
         raise ConfigError(f"cannot read {', '.join(map(str, asked.files))}: {reason}; export it again") from None
-    for path, before in digests.items():
-        if sources.digest(path) != before:
-            raise ConfigError(f"{path} was changed by another program while it was read: run the command again")
-    return result | {"files": {str(path): {"sha256": digest} for path, digest in digests.items()}}
+    with reading(progress, asked.files) as show:
+        changed = [path for path, before in digests.items() if digest(path, show) != before]
+    for path in changed:
+        raise ConfigError(f"{path} was changed by another program while it was read: run the command again")
+    if page is not None:
+        said = diagnosis.build(page, {str(path): found for path, found in digests.items()})
+        view.say()
+        view.say(f"page: {put(asked.html, said, flag='--html')}")
+    return result | {"files": {str(path): {"sha256": found} for path, found in digests.items()}}
 
 
-def _check(asked: Asked) -> None:
+def _check(config: RunConfig, asked: Asked, agent: str) -> None:
     if (asked.before is None) != (asked.after is None):
         missing = "--after" if asked.after is None else "--before"
         raise ConfigError(f"{missing} is missing: give both windows, or none to have them proposed")
-    if asked.run_dir is None and asked.agent not in (None, "analyst"):
-        raise ConfigError(f"--agent {asked.agent} is a policy of a run: name the run with --run-dir")
+    diagnose_agents.check(config, agent, asked.send)
     for flag, path in (("--write-mapping", asked.write_mapping), ("--keep", asked.keep)):
         if path is not None and path.exists():
             raise ConfigError(f"{flag} {path} exists: name a new file, nothing is overwritten")
+    if asked.html is None:
+        return
+    if asked.write_mapping is not None:
+        raise ConfigError("--write-mapping stops before there is an answer: leave --html out")
+    if asked.keep is not None and asked.keep.resolve() == asked.html.resolve():
+        raise ConfigError(f"--keep and --html both name {asked.html}: name two files")
+    check_target(asked.html, flag="--html")
 
 
-def _diagnose(config: RunConfig, asked: Asked, connection: Any, view: View) -> dict[str, Any]:
+def _diagnose(
+    config: RunConfig, asked: Asked, agent: str, where: tuple[duckdb.DuckDBPyConnection, Progress], view: View
+) -> tuple[dict[str, Any], diagnosis.Told | None]:
+    """What `--json` prints, and what a page is made of if one was asked for."""
+    connection, progress = where
     declared = mapping.load(asked.mapping) if asked.mapping is not None else mapping.Declared()
     if asked.timezone is not None:
         zone = mapping.check_zone(asked.timezone, "--timezone")
         declared = dataclasses.replace(declared, timezone=zone)
-    plans, left_out = mapping.plans(sources.open_sources(asked.files, connection), declared, connection)
+    with reading(progress, asked.files, connection) as show:
+        opened = sources.open_sources(asked.files, connection, show)
+        plans, left_out = mapping.plans(opened, declared, connection)
     view.columns(plans)
     if asked.write_mapping is None and asked.mapping is None and not asked.yes:
         _confirm()
-    loaded = loading.load(plans, connection, left_out)
+    with reading(progress, asked.files, connection):
+        loaded = loading.load(plans, connection, left_out)
     if asked.write_mapping is not None:
-        return _template(asked.write_mapping, loaded, declared, view)
+        return _template(asked.write_mapping, loaded, declared, view), None
     if not loaded.dimensions and (names := findings.unmapped(loaded)) and not _declined(declared):
         raise ConfigError(
             f"no column maps onto a dimension of the agent ({', '.join(synonyms.DIMENSIONS)}), but "
@@ -121,29 +137,74 @@ def _diagnose(config: RunConfig, asked: Asked, connection: Any, view: View) -> d
     if asked.keep is not None:
         with disk(asked.keep):
             loading.keep(loaded, str(asked.keep))
-    agent = asked.agent or ("analyst" if asked.run_dir is None else "latest")
-    investigations = _investigate(config, asked, agent, (loaded, words, compared, found), view)
-    diagnosis = findings.conclude(investigations, words, report, findings.lookalikes(loaded, found))
-    rows = findings.evidence(loaded, diagnosis, words, compared, campaign)
-    opens = findings.open_questions(loaded, diagnosis, words, found, compared)
-    split = findings.parts(found, compared)
-    view.answer(diagnosis, rows, split, opens)
+    asks, investigations = _investigate(config, asked, agent, (loaded, words, compared, found), view)
+    benign = findings.within_the_market(loaded, found, compared)
+    concluded = findings.conclude(investigations, words, report, findings.lookalikes(loaded, found), benign)
+    told = diagnosis.Told(
+        campaign=campaign,
+        agent=diagnose_agents.introduced(agent, config, asked.run_dir),
+        question=asks,
+        loaded=loaded,
+        found=found,
+        report=report,
+        windows=compared,
+        words=words,
+        diagnosis=concluded,
+        evidence=findings.evidence(loaded, concluded, words, compared, campaign),
+        parts=findings.parts(found, compared),
+        opens=findings.open_questions(loaded, concluded, words, found, compared),
+        investigations=investigations,
+        slices=diagnosis.groups(loaded, concluded, words, found),
+        in_words=lambda code: step_in_words(query_of(code)),
+    )
+    view.answer(concluded, told.evidence, told.parts, told.opens)
     view.setup(loaded.setup)
+    return _as_json(told, agent), told if asked.html is not None else None
+
+
+def _as_json(told: diagnosis.Told, agent: str) -> dict[str, Any]:
     return {
-        "campaign": campaign,
+        "campaign": told.campaign,
         "agent": agent,
-        "columns": {plan.source.name: dict(plan.fields) for plan in plans},
-        "quality": [dataclasses.asdict(f) for f in report.findings],
+        "columns": {plan.source.name: dict(plan.fields) for plan in told.loaded.plans},
+        "quality": [dataclasses.asdict(f) for f in told.report.findings],
         "windows": {
-            "before": [str(d) for d in compared.before],
-            "after": [str(d) for d in compared.after],
-            "how": compared.how,
+            "before": [str(d) for d in told.windows.before],
+            "after": [str(d) for d in told.windows.after],
+            "how": told.windows.how,
         },
-        "words": {w.dimension: dict(w.of) for w in words},
-        **findings.as_json(loaded, diagnosis, rows, opens),
-        "decomposition": split,
-        "investigations": [{"steps": [list(s) for s in i.steps], "answer": i.answer} for i in investigations],
+        "words": {w.dimension: dict(w.of) for w in told.words},
+        **findings.as_json(told.loaded, told.diagnosis, told.evidence, told.opens),
+        "decomposition": [part.text for part in told.parts],
+        "investigations": [{"steps": [list(s) for s in i.steps], "answer": i.answer} for i in told.investigations],
     }
+
+
+def _investigate(
+    config: RunConfig,
+    asked: Asked,
+    agent: str,
+    case: tuple[loading.Loaded, Sequence[vocabulary.Words], windows.Windows, series.Series],
+    view: View,
+) -> tuple[str, list[Investigation]]:
+    """What the agent is asked, and what its investigations came to."""
+    loaded, words, compared, found = case
+    if agent == diagnose_agents.ENDPOINT:
+        diagnose_agents.agree(config, asked.send, view)
+    config = diagnose_agents.configured(config, agent)
+    asks = question(
+        tables.observed(found, compared),
+        config.environment.prompt,
+        tables.CAMPAIGN,
+        tables.ADVERTISER,
+        tables.shown_days(compared),
+    )
+    view.question(asks, diagnose_agents.introduced(agent, config, asked.run_dir))
+    environment = CaseEnvironment(tables.agent_tables(loaded, words, compared), asks, config.environment)
+    try:
+        return asks, diagnose_agents.investigate(environment, config, agent, asked.run_dir, asked.samples, view)
+    finally:
+        environment.close()
 
 
 def _declined(declared: mapping.Declared) -> bool:
@@ -196,104 +257,3 @@ def _windows(asked: Asked, found: series.Series, report: quality.Report) -> wind
     if report.incomplete and after[0] <= last < after[1]:
         after = after[0], last
     return windows.given(before, after, found)
-
-
-# Who investigates
-
-
-def _investigate(
-    config: RunConfig,
-    asked: Asked,
-    agent: str,
-    case: tuple[loading.Loaded, Sequence[vocabulary.Words], windows.Windows, series.Series],
-    view: View,
-) -> list[Investigation]:
-    loaded, words, compared, found = case
-    if agent == "analyst":  # it reads the compact style, whatever a person or a policy reads
-        config = dataclasses.replace(config, environment=dataclasses.replace(config.environment, prompt="compact"))
-    asks = question(
-        tables.observed(found, compared),
-        config.environment.prompt,
-        tables.CAMPAIGN,
-        tables.ADVERTISER,
-        tables.shown_days(compared),
-    )
-    environment = CaseEnvironment(tables.agent_tables(loaded, words, compared), asks, config.environment)
-    view.question(asks, "the scripted analyst" if agent == "analyst" else f"policy of {asked.run_dir}, {agent}")
-    try:
-        if agent == "analyst":
-            return list(_analyst(environment, config, asked.samples, view))
-        return _policy(environment, config, asked, agent, view)
-    finally:
-        environment.close()
-
-
-class _Watched:
-    """An episode whose steps are shown as they come."""
-
-    def __init__(self, episode: Any, view: View):
-        self._episode, self._view = episode, view
-
-    def step(self, action: str, *, final_turn: bool = False) -> Observation:
-        """Run the code of a tool call."""
-        self._view.call(action)
-        seen = self._episode.step(action, final_turn=final_turn)
-        self._view.seen(seen.text)
-        return seen
-
-
-def _analyst(environment: CaseEnvironment, config: RunConfig, samples: int, view: View) -> Iterator[Investigation]:
-    task = environment.task(0)
-    for sample in range(samples):
-        episode = environment.open(task)
-        try:
-            shown = _Watched(episode, view) if sample == 0 else episode
-            rng = np.random.default_rng([config.seed, sample])
-            transcript = analyst.investigate(shown, task, rng, config.environment.prompt)
-        finally:
-            episode.close()
-        view.answered(sample, len(transcript.steps), transcript.answer)
-        yield Investigation(tuple(transcript.steps), transcript.answer)
-
-
-def _policy(
-    environment: CaseEnvironment, config: RunConfig, asked: Asked, stage: str, view: View
-) -> list[Investigation]:
-    samples = asked.samples
-    inspect._keep_programs()
-    rollout = dataclasses.replace(config.rollout, slots=min(config.rollout.slots, samples))
-    evaluation = dataclasses.replace(config.evaluation, samples=samples)
-    with RunDirectory.open(asked.run_dir, lock=False) as run, Interrupt() as interrupt:
-        run.config = dataclasses.replace(config, rollout=rollout)
-        work = Workspace(run, Progress(), interrupt)
-        stage = work.latest_stage() if stage == "latest" else stage
-        work.engine.set_params(work.trained_params(stage), 0)
-        with work.progress.bar(f"{stage} policy investigates", samples) as bar:
-
-            def report(done: int, _: int) -> None:
-                bar.update(done * samples)
-                interrupt.check()
-
-            found = evaluate_policy(
-                work.engine, work.chat, environment, [0], evaluation, rollout, seed=config.seed, on_progress=report
-            )
-        result = [Investigation(_steps(t, work), t.answer) for t in found]
-    for number, one in enumerate(result):
-        if number == 0:
-            for code, text in one.steps:
-                view.call(code)
-                view.seen(text)
-        view.answered(number, len(one.steps), one.answer)
-    return result
-
-
-def _steps(t: Trajectory, work: Workspace) -> tuple[tuple[str, str], ...]:
-    """Calls and what they showed, from the sampled ids."""
-    out = []
-    for turn in range(int(t.turn_index.max(initial=-1)) + 1):
-        mine = t.turn_index == turn
-        sampled, read = t.ids[mine & t.loss_mask], t.ids[mine & ~t.loss_mask]
-        if len(read):
-            text = "".join(text for _, text in work.chat.given(read.tolist()))
-            out.append((work.chat.parse_turn(sampled.tolist()).text, text))
-    return tuple(out)

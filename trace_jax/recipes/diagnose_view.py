@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trace_jax.diagnose import findings, mapping
-from trace_jax.diagnose.findings import Diagnosis, Evidence
+from trace_jax.diagnose.findings import Diagnosis, Evidence, Parts
 from trace_jax.diagnose.mapping import Plan
 from trace_jax.diagnose.quality import Report
 from trace_jax.diagnose.windows import Windows
@@ -102,7 +102,7 @@ class View:
         self.say(f"   investigation {number + 1}: {said} after {calls} call{'s' * (calls != 1)}")
 
     def answer(
-        self, diagnosis: Diagnosis, rows: Sequence[Evidence], parts: Sequence[str], opens: Sequence[str]
+        self, diagnosis: Diagnosis, rows: Sequence[Evidence], parts: Sequence[Parts], opens: Sequence[str]
     ) -> None:
         """The diagnosis with everything that it rests on and what it leaves open."""
         self._head("answer")
@@ -115,7 +115,7 @@ class View:
         for text, votes in diagnosis.others:
             self.say(f"     - {votes} of {diagnosis.of}: {text}")
         for part in parts:
-            self.say(f"   {part}")
+            self.say(f"   {part.text}")
         for found in rows:
             self._head(f"evidence: {found.title}")
             self._table(found.columns, found.rows)

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
+import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 
+from trace_jax import config_io
 from trace_jax.config import ConfigError
+from trace_jax.config_rules_policy import parameters
 from trace_jax.policy import hf, hf_files, hf_peft
 from trace_jax.policy.fast_tokenizer import FILES
 from trace_jax.policy.hf_files import SHORT
 from trace_jax.policy.hf_write import SHARD_BYTES
+from trace_jax.recipes import assess, shipped
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Bar, Progress
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import RunDirectory, write_text
 from trace_jax.recipes.workspace import BASE, Workspace, on_this_machine
 
-FORMATS = ("hf", "peft")
+FORMATS = ("hf", "peft", "shipped")
+NAMES = {"hf": "export", "peft": "adapter", "shipped": "shipped"}  # of the directory in the run
 DTYPES = tuple(SHORT)
 
 
@@ -35,7 +43,8 @@ def command(
     advanced one and `export-<stage>/` for any other; adapters to `adapter/` and `adapter-<stage>/`.
 
     Args:
-        form: "hf", adapters are merged | "peft", the adapters alone.
+        form: "hf", adapters are merged | "peft", the adapters alone | "shipped", as "hf" with the configuration and a
+            manifest that holds the score of what was written: what `--agent shipped` uses, by default in `shipped/`.
         dtype: of all tensors; None: of an imported policy each as it was, else float32.
         shard_bytes: a weight file gets no larger; None: `SHARD_BYTES`. Adapters are one file.
 
@@ -44,8 +53,8 @@ def command(
     """
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file: choose a directory")
-    if form == "peft" and shard_bytes is not None:
-        raise ConfigError("--shard-size does not go with --format peft, adapters are one file: leave it out")
+    if form != "hf" and shard_bytes is not None:
+        raise ConfigError(f"--shard-size does not go with --format {form}, which is one file: leave it out")
     if out is not None:
         _refuse_others(out, form)
     inside = out is None or out.resolve().is_relative_to(run_dir.resolve())
@@ -55,14 +64,20 @@ def command(
         work = Workspace(run, Progress(), interrupt)
         newest = _newest(work) if stage in ("latest", "grpo", "sft", BASE) else None
         stage = newest if stage == "latest" else stage
-        name = "export" if form == "hf" else "adapter"
+        name = NAMES[form]
         out = out or run.path / (name if stage == newest else f"{name}-{stage}")
+        more = {}
         if form == "hf":
-            path = write(work, stage, out, dtype, shard_bytes or SHARD_BYTES)
+            write(work, stage, out, dtype, shard_bytes or SHARD_BYTES)
+        elif form == "shipped":
+            more = write_shipped(work, stage, out, dtype)
         else:
-            path = write_adapters(work, stage, out, dtype)
-    print(f"{stage} {'policy' if form == 'hf' else 'adapters'}: {path}")
-    return {"stage": stage, "path": str(path)}
+            write_adapters(work, stage, out, dtype)
+    print(f"{stage} {'adapters' if form == 'peft' else 'policy'}: {out}")
+    if more:
+        full = more["measured"]["full_attr_at_1"]
+        print(f"FullAttr@1 {full['value']:.3f} [{full['low']:.3f}, {full['high']:.3f}]")
+    return {"stage": stage, "path": str(out), **({"manifest": more} if more else {})}
 
 
 def write(work: Workspace, stage: str, out: Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> Path:
@@ -123,6 +138,51 @@ def write_adapters(work: Workspace, stage: str, out: Path, dtype: str | None = N
     return out
 
 
+_VERSIONS = ("trace-jax", "jax", "flax", "duckdb", "sentencepiece")
+_MEASURED = ("cause_at_1", "full_attr_at_1", "full_attr_at_5", "no_signal", "parsed", "tool_calls")
+
+
+def write_shipped(work: Workspace, stage: str, out: Path, dtype: str | None = None) -> dict[str, Any]:
+    """What `shipped.FOLDER` holds: a checkpoint, its configuration, and the manifest, with the score of the files as
+    they were written on the run's test split. Returns the manifest.
+
+    Raises:
+        ConfigError: see `command`, or the policy is not from scratch.
+    """
+    config = work.config
+    if work.imported or config.lora.rank:
+        raise ConfigError("--format shipped is for policies trained from scratch: use --format hf")
+    (out / shipped.MANIFEST).unlink(missing_ok=True)  # what is there is not whole until it is written again
+    write(work, stage, out, dtype)
+    write_text(out / shipped.CONFIG, config_io.dump(config))
+    store = work.store("grpo" if stage == "best" else stage)
+    found: dict[str, Any] = {
+        "name": config.name,
+        "seed": config.seed,
+        "stage": stage,
+        "step": store.best() if stage == "best" else store.latest(),
+        "parameters": parameters(config.policy, config.policy.vocab_size or work.chat.tokenizer.vocab_size),
+        "dtype": dtype or "float32",
+        "date": str(datetime.date.today()),
+        "versions": {name: metadata.version(name) for name in _VERSIONS},
+    }
+    names = (hf_files.WEIGHTS, hf.CONFIG, hf.TOKENIZER, shipped.CONFIG)
+    found["files"] = {name: shipped.digest(out / name) for name in names}
+    write_text(out / shipped.MANIFEST, json.dumps(found) + "\n")
+    try:
+        with tempfile.TemporaryDirectory() as scratch, RunDirectory.create(Path(scratch) / "run", config) as run:
+            own = Workspace(run, work.progress, work.interrupt)
+            own.furnish(out)
+            result = assess.score(own, shipped.AGENT, "test", shipped.AGENT)
+    except BaseException:
+        (out / shipped.MANIFEST).unlink()  # nothing is shipped that was not measured
+        raise
+    found["measured"] = {"split": "test", **{name: result["extra"][name] for name in ("episodes", "samples")}}
+    found["measured"] |= {name: result[name] for name in _MEASURED} | {"benchmark": result["benchmark"]}
+    write_text(out / shipped.MANIFEST, json.dumps(found, indent=1) + "\n")
+    return found
+
+
 def _newest(work: Workspace) -> str:
     """The most advanced stage that has a checkpoint, "base" where nothing was trained since the import."""
     folders = [work.run.checkpoints(stage) for stage in ("sft", "grpo")]
@@ -143,7 +203,7 @@ def _refuse_others(directory: Path, form: str) -> None:
     if (directory / hf.PARTIAL).exists() or not directory.is_dir():  # of an export that was killed
         return
     names = {path.name for path in directory.iterdir()}
-    if "config.yaml" in names:
+    if "config.yaml" in names and not (form == "shipped" and shipped.MANIFEST in names):
         raise ConfigError(f"--out {directory} is a run: choose another directory")
     weights = [name for name in names if hf_files.is_weights(name) or name.endswith(".safetensors")]
     checkpoint = names & {hf.CONFIG, hf_peft.CONFIG, hf.GENERATION, hf.TOKENIZER, *FILES}
@@ -153,8 +213,8 @@ def _refuse_others(directory: Path, form: str) -> None:
             f"--out {directory} holds a checkpoint that was not exported here ({min({*weights} | checkpoint)}), which "
             "would be lost: choose another directory, or empty it"
         )
-    if (hf_peft.CONFIG if form == "hf" else hf.CONFIG) in names:
-        kinds = ("adapters", "a model") if form == "hf" else ("a model", "adapters")
+    if (hf.CONFIG if form == "peft" else hf_peft.CONFIG) in names:
+        kinds = ("a model", "adapters") if form == "peft" else ("adapters", "a model")
         raise ConfigError(
             f"--out {directory} holds {kinds[0]}, and {kinds[1]} beside would be taken together: choose another "
             "directory, or empty it"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pyarrow as pa
 from rich.console import Console
@@ -20,7 +16,7 @@ from rich.text import Text
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_io import nearest
 from trace_jax.environments.ads.prompt import user_prompt
-from trace_jax.recipes import inspect_text
+from trace_jax.recipes import inspect_text, programs
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.report import episode as page
@@ -73,7 +69,7 @@ def inspect(
         raise ConfigError(f"--index {index}: {split} has episodes 0 to {size - 1}")
     if out is not None:
         check_target(out)
-    _keep_programs()
+    programs.keep()
     record = episode_of(config, split, index) if wanted is None else proposal_of(config, split, wanted)
     found, question = facts(record), user_prompt(record, config.environment.prompt)
     title = (
@@ -102,18 +98,6 @@ def inspect(
 def _broken_pipe() -> None:
     """rich would end the program with status 1; the command line knows what a closed pipe means."""
     raise BrokenPipeError
-
-
-def _keep_programs() -> None:
-    """Nearly all the time of a look at one episode goes into compiling the simulator: keep the program for the next
-    look, unless the user settled that with JAX_COMPILATION_CACHE_DIR. Without a home to write to, it is not kept."""
-    if jax.config.jax_compilation_cache_dir:
-        return
-    with contextlib.suppress(OSError, RuntimeError):
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = base / "trace-jax" / "programs" / platform.node()  # a program is of one machine, a home may not be
-        folder.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _proposal(cause: str | None, dimensions: int | None, proposal: int | None, index: int | None) -> Proposal | None:

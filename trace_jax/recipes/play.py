@@ -24,7 +24,7 @@ from trace_jax.environments.ads.analyst import Transcript
 from trace_jax.environments.ads.answer import parse_lenient
 from trace_jax.environments.ads.environment import AdsEnvironment
 from trace_jax.environments.base import Reward
-from trace_jax.recipes import inspect, play_after
+from trace_jax.recipes import inspect, play_after, programs
 from trace_jax.recipes.interrupt import Interrupted
 from trace_jax.recipes.play_answer import Unclear, answer_text, cause_of
 from trace_jax.recipes.play_input import code_of
@@ -92,7 +92,7 @@ def play(
         stored_config(run_dir)
     if out is not None:
         _check_out(out)
-    inspect._keep_programs()
+    programs.keep()
     record = inspect.episode_of(config, split, index)
     screen = Screen()
     with Session(config, record, screen) as session:

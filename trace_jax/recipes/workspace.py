@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,11 +19,11 @@ from trace_jax.learner.checkpoint import CheckpointStore
 from trace_jax.learner.objectives import Objective
 from trace_jax.learner.roles import role_meshes
 from trace_jax.learner.step import Learner, Params, transformer_logprobs
-from trace_jax.policy import chat_files, lora
+from trace_jax.policy import chat_files, hf, lora
 from trace_jax.policy.chat import CONTROL, Chat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.policy.transformer import Transformer, logical_axes
-from trace_jax.recipes import processes, schedule
+from trace_jax.recipes import processes, schedule, shipped
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
@@ -199,6 +200,17 @@ class Workspace:
         for name in ("chat", "model", "_meshes", "base_params", "frozen", "engine"):
             self.__dict__[name] = getattr(other, name)
         self._learners = other._learners
+
+    def furnish(self, folder: Path | None = None) -> None:
+        """Gives an empty run with the configuration of a shipped policy its tokenizer, and its parameters as those
+        before any training.
+
+        Raises:
+            ConfigError: a file is missing or damaged.
+        """
+        folder = shipped.check(folder)
+        self.__dict__["chat"] = chat_files.open_chat(folder, self.config.chat)
+        self.__dict__["base_params"] = nnx.state(hf.load_model(folder), nnx.Param)
 
     def store(self, stage: str) -> CheckpointStore:
         """The checkpoints of a stage."""

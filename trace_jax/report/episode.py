@@ -31,7 +31,7 @@ _NAMES = {
 }
 _OF_CAMPAIGN = ("impressions", "ctr", "cvr", "cpc", "spend", "in_stock")
 _OF_SLICE = ("share", "impressions", "ctr", "cvr", "cpc", "spend")
-_SHARES = ("share", "ctr", "cvr", "in_stock")
+SHARES = ("share", "ctr", "cvr", "in_stock")
 _HEADINGS = {"check": "Checks of the label", "rival cause": "Rival causes", "rival slice": "Nearest rival slices"}
 
 
@@ -83,7 +83,7 @@ def text_of(metric: str, value: float) -> str:
     """A value of a metric as people read it."""
     if not np.isfinite(value):
         return "-"
-    if metric in _SHARES:
+    if metric in SHARES:
         return f"{value:.2%}" if abs(value) < 0.1 else f"{value:.1%}"
     return f"{value:,.2f}" if metric == "cpc" else f"{value:,.0f}" if abs(value) >= 10 else f"{value:.3g}"
 
@@ -129,7 +129,7 @@ def _charts(facts: Facts, days: Days, group: str, against: str, metrics: tuple[s
             note += f"; {against} {_step(facts, against, metric)}"
         if metric == "spend" and group == "campaign":
             curves.append(Curve("budget", "limit", facts.groups[group]["budget"]))
-        most = 1.0 if metric in _SHARES else np.inf
+        most = 1.0 if metric in SHARES else np.inf
         title = f"{_NAMES[metric]} of the {group} by day"
         svg = series_chart(title, curves, days, lambda v, m=metric: text_of(m, v), most)
         if svg:

@@ -1,5 +1,5 @@
-"""Daily curves of an episode as inline SVG: window shaded, onset marked, missing days as gaps. Colours come from the
-page's CSS variables, values by day from the browser's own tooltips."""
+"""Daily curves of an episode, or of a user's campaign, as inline SVG: windows shaded, onset marked, missing days as
+gaps. Colours come from the page's CSS variables, values by day from the browser's own tooltips."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ class Days:
     present: Bool[np.ndarray, " T"]
     half: int  # first day of the intervention window
     onset: int | None  # None: nothing happened
+    windows: tuple[tuple[int, int], tuple[int, int]] | None = None  # [first, end) of both, if they are not the halves
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """[first, end) of the days before and of the days in question."""
+        return self.windows or ((0, self.half), (self.half, len(self.dates)))
 
     def x(self, t: float) -> float:
         """Left edge of day `t`."""
@@ -59,9 +65,10 @@ def series_chart(
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    end = len(days.dates)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    parts.append(_column("window", days.x(days.half), days.x(end)))
+    if days.windows is not None:
+        parts.append(_column("before", *map(days.x, days.windows[0])))
+    parts.append(_column("window", *map(days.x, days.spans[1])))
     parts += [_column("missing", days.x(t), days.x(t + 1)) for t in np.flatnonzero(~days.present)]
     for value in nice_ticks(low, high, 5):
         parts.append(_line("grid", LEFT, y(value), WIDTH - RIGHT, y(value)))
@@ -81,7 +88,7 @@ def series_chart(
             f"{days.x(t + 0.5):.1f},{y(float(v)):.1f}" if math.isfinite(v) else None for t, v in enumerate(curve.values)
         ]
         parts += _runs(curve.style, places)
-        for level, (a, b) in zip(curve.levels or (), ((0, days.half), (days.half, end)), strict=False):
+        for level, (a, b) in zip(curve.levels or (), days.spans, strict=False):
             if low <= level <= high:
                 parts.append(_line(f"level {curve.style}", days.x(a), y(level), days.x(b), y(level)))
     for t, date in enumerate(days.dates):

@@ -10,44 +10,45 @@ from trace_jax.config import ConfigError
 MARK = '<meta name="generator" content="trace-jax">'  # in the head of every page
 
 
-def _unwritable(out: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot write {out}: {(error.strerror or str(error)).lower()}; choose another --out")
+def _unwritable(out: Path, error: OSError, flag: str) -> ConfigError:
+    return ConfigError(f"cannot write {out}: {(error.strerror or str(error)).lower()}; choose another {flag}")
 
 
-def check_target(out: Path, *, ours: bool = False) -> None:
+def check_target(out: Path, *, ours: bool = False, flag: str = "--out") -> None:
     """Refuse, before the work, a page that could not or should not be written.
 
     Args:
         ours: `out` is where our own page belongs, whatever stands there.
+        flag: that `out` was given with.
     Raises:
         ConfigError: `out` is a directory, a device, or a file that is no page of ours, or its directory cannot be made
             or written to.
     """
     if out.is_dir():
-        raise ConfigError(f"--out {out} is a directory: name a file, e.g. {out / 'episode.html'}")
+        raise ConfigError(f"{flag} {out} is a directory: name a file, e.g. {out / 'page.html'}")
     try:
         page = out.is_file() and (ours or MARK in out.read_bytes()[:4096].decode(errors="replace"))
         if out.exists() and not page:
-            raise ConfigError(f"--out {out} exists and is no page of trace-jax: choose another file")
+            raise ConfigError(f"{flag} {out} exists and is no page of trace-jax: choose another file")
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(out, error) from None
+        raise _unwritable(out, error, flag) from None
     if not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"cannot write {out}: no permission in {out.parent}; choose another --out")
+        raise ConfigError(f"cannot write {out}: no permission in {out.parent}; choose another {flag}")
 
 
-def put(out: Path, page: str, *, ours: bool = False) -> Path:
+def put(out: Path, page: str, *, ours: bool = False, flag: str = "--out") -> Path:
     """Put a page in place in one step.
 
     Raises:
         ConfigError: it cannot be written, see `check_target`.
     """
-    check_target(out, ours=ours)
+    check_target(out, ours=ours, flag=flag)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
         partial.write_text(page, encoding="utf-8")
         os.replace(partial, out)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise _unwritable(out, error) from None
+        raise _unwritable(out, error, flag) from None
     return out

@@ -31,6 +31,7 @@ class Cause:
     Attributes:
         level: "campaign" | "mix" | "segment" | "none". Only segment causes need driver segments in the answer.
         description: the signature in words, as the full system prompt gives it.
+        meaning: what happened, for readers of a diagnosis.
         drivers: attributes that the driver slice may start from; empty if the cause has no slice.
         values: if not empty, the only values of the driver attribute (mix causes).
         effects: log effect at full onset by channel, (weakest, strongest); a strength in [0, 1] interpolates.
@@ -49,6 +50,7 @@ class Cause:
     signature: Mapping[str, str] = field(default_factory=dict)
     gradual: bool = False
     compensated: bool = False
+    meaning: str = ""
 
 
 NO_SIGNAL = "NO_SIGNAL"
@@ -61,6 +63,8 @@ CAUSES: tuple[Cause, ...] = (
         "CPC up, CTR mildly down, whole campaign",
         effects={"ctr": (-0.03, -0.20), "cpc": (0.05, 0.60)},
         signature={"cpc": "up", "ctr": "some down", "in_stock": FLAT, **_NO_MIX},
+        meaning="Clicks became dearer in the whole campaign and impressions a little less worth: higher bids buy "
+        "places that cost more.",
     ),
     Cause(
         "BUDGET_CAP",
@@ -68,6 +72,7 @@ CAUSES: tuple[Cause, ...] = (
         "impressions, clicks and orders down, rates flat; spend meets a lower budget in budget_log",
         effects={"budget": (-0.05, -1.05)},
         signature={"volume": "down", "ctr": FLAT, "cpc": FLAT, "in_stock": FLAT, **_NO_MIX},
+        meaning="The campaign was shown less at unchanged rates: the budget is used up before the day is over.",
     ),
     Cause(
         "PAGE_DEGRADATION",
@@ -75,6 +80,8 @@ CAUSES: tuple[Cause, ...] = (
         "CVR down, CTR flat, orders down, stock normal",
         effects={"cvr": (-0.04, -0.80)},
         signature={"cvr": "down", "ctr": FLAT, "cpc": FLAT, "in_stock": FLAT, **_NO_MIX},
+        meaning="As many people click as before, fewer of them buy: something is wrong behind the ad, on the product "
+        "page or at checkout.",
     ),
     Cause(
         "OUT_OF_STOCK",
@@ -82,6 +89,7 @@ CAUSES: tuple[Cause, ...] = (
         "in-stock share down, CVR down, orders down; look at inventory",
         effects={"in_stock": (-0.04, -1.0)},
         signature={"in_stock": "down", "cvr": "down", "ctr": FLAT, "cpc": FLAT, **_NO_MIX},
+        meaning="Products were out of stock: people click and cannot buy.",
     ),
     Cause(
         "PLACEMENT_SHIFT",
@@ -90,6 +98,8 @@ CAUSES: tuple[Cause, ...] = (
         drivers=("placement",),
         effects={"mix": (0.03, 1.2)},
         signature={"mix_placement": "up", "volume": FLAT, "in_stock": FLAT, "local": FLAT, "mix_audience": FLAT},
+        meaning="Impressions moved to another placement. Inside each placement the rates are what they were; the "
+        "totals moved because the mix did.",
     ),
     Cause(
         "TARGETING_BROADENING",
@@ -107,6 +117,7 @@ CAUSES: tuple[Cause, ...] = (
             "local": FLAT,
             "mix_placement": FLAT,
         },
+        meaning="The campaign reaches a wider audience: more impressions, on people who click and buy less.",
     ),
     Cause(
         "TARGETING_NARROWING",
@@ -124,6 +135,7 @@ CAUSES: tuple[Cause, ...] = (
             "local": FLAT,
             "mix_placement": FLAT,
         },
+        meaning="The campaign reaches a narrower audience: fewer impressions, on people who click and buy more.",
     ),
     Cause(
         "CREATIVE_FATIGUE",
@@ -133,6 +145,7 @@ CAUSES: tuple[Cause, ...] = (
         effects={"ctr": (-0.08, -0.70)},
         signature={"ctr": "down", "cvr": FLAT, "cpc": FLAT, "share": FLAT},
         gradual=True,
+        meaning="In this slice people click the ad less and less: they have seen it too often.",
     ),
     Cause(
         "COMPETITIVE_PRESSURE",
@@ -141,6 +154,7 @@ CAUSES: tuple[Cause, ...] = (
         drivers=("geo",),
         effects={"ctr": (-0.08, -0.55), "cpc": (0.10, 0.60)},
         signature={"ctr": "down", "cpc": "some up", "share": FLAT},
+        meaning="In this slice clicks became dearer and rarer: competitors bid for the same people.",
     ),
     Cause(
         "AD_QUALITY_DROP",
@@ -150,6 +164,7 @@ CAUSES: tuple[Cause, ...] = (
         effects={"ctr": (-0.08, -0.55), "cpc": (0.08, 0.50), "mix": (-0.12, -1.0)},
         signature={"ctr": "down", "cpc": "some up", "share": "some down"},
         compensated=True,  # a lost auction in one slice is not won elsewhere
+        meaning="In this slice the ad is shown less, clicked less and charged more: the platform rates it lower.",
     ),
     Cause(
         "AUDIENCE_SATURATION",
@@ -159,11 +174,13 @@ CAUSES: tuple[Cause, ...] = (
         effects={"ctr": (-0.10, -0.65), "cvr": (-0.20, -0.65)},
         signature={"ctr": "down", "cvr": "some down", "cpc": FLAT, "share": FLAT},
         gradual=True,
+        meaning="In this slice people click less and less and buy a little less: most who would, have.",
     ),
     Cause(
         NO_SIGNAL,
         "none",
         "every change is within noise; weekday cycle, trend and promotions are always there",
+        meaning="Nothing stands out beyond season, market, trend and noise.",
     ),
 )
 CAUSE_NAMES: tuple[str, ...] = tuple(c.name for c in CAUSES)
