@@ -14,7 +14,6 @@ from trace_jax.simulator.causes import CAUSE_NAMES
 LEAST = 0.8  # of 40 episodes right; what it has on all of them is in its manifest
 
 
-@pytest.mark.skipif(not shipped.there(), reason="a checkout without trace_jax/shipped")
 def test_the_shipped_policy_is_right_as_often_as_it_was(capsys):
     """Fails when a change of prompts, tools, tables, sampling or arithmetic makes the policy worse."""
     found = shipped.manifest()
