@@ -24,7 +24,7 @@ from trace_jax.policy.chat_jinja import compile_template
 from trace_jax.policy.fast_tokenizer import FastTokenizer
 from trace_jax.policy.template_chat import TemplateChat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
-from trace_jax.report.html import turns as report_turns
+from trace_jax.report.turns import said as report_turns
 from trace_jax.rollout.collect import collect
 
 # Against transformers

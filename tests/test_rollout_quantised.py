@@ -73,7 +73,7 @@ def scores(model_params, lives):
     return items, unpack([np.asarray(x) for x in found], [len(s) for s in items], CONFIG.context)
 
 
-@pytest.mark.parametrize("with_adapters", [False, True])
+@pytest.mark.parametrize("with_adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sampled_from_the_rounded_policy(with_adapters):
     """The training pass over the rounded matrices, written out in float32, gives each token the sampler's probability:
     layers with attention, with a delta net and with experts, alone or under adapters. The exact policy does not."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from trace_jax.config import ConfigError, EvaluationConfig
 from trace_jax.evaluation import compare, store, table
+from trace_jax.evaluation import paper as reported
 from trace_jax.evaluation.kinds import KINDS, Kind
 from trace_jax.evaluation.metrics import UNPARSED
 from trace_jax.evaluation.table import ResultTable
@@ -62,7 +63,7 @@ def held_out(runs: Sequence[Evaluated]) -> ResultTable | None:
         return built[0] if built else None
     # The same agent of both runs side by side, then what only one of them has; the paper last.
     shown = [(c, run.name, i) for run, one in zip(known, built, strict=True) for i, c in enumerate(one.columns)]
-    paper = [x for x in shown if x[0] in table.PAPER_LABELS.values()]
+    paper = [x for x in shown if x[0] in reported.LABELS.values()]
     names = list(dict.fromkeys(x[0] for x in shown if x not in paper))
     place = [label(agent) for agent in table.LABELS]
     names.sort(key=lambda c: place.index(c) if c in place else len(place))
