@@ -150,6 +150,7 @@ def test_results_lead_to_their_trajectories(browser, pages):
         page.focus("#confusion td[data-group=CREATIVE_FATIGUE][data-answered=CREATIVE_FATIGUE]")
         page.keyboard.press("Enter")
         counted(page, 4)
+        assert count(page) == "4 of 52"
 
 
 def test_curves_by_step_and_by_time(browser, pages):
