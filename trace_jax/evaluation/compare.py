@@ -22,6 +22,7 @@ from trace_jax.evaluation.bootstrap import interval, resample_counts
 from trace_jax.evaluation.metrics import EvalRecord, by_episode
 from trace_jax.evaluation.table import ResultTable
 from trace_jax.simulator.causes import EPISODE_TYPES, NO_SIGNAL
+from trace_jax.warehouse.identity import same
 
 Score = Callable[[EvalRecord], float]
 Where = Callable[[EvalRecord], bool]
@@ -117,15 +118,18 @@ def check_benchmark(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool
         Whether both say that they were made on the same; results of earlier versions do not say.
 
     Raises:
-        ConfigError: the hashes differ.
+        ConfigError: they are not the same.
     """
-    known = [result.get("benchmark", {}).get("sha256") for result in (first, second)]
-    if None not in known and known[0] != known[1]:
+    known = [result["benchmark"] for result in (first, second) if result.get("benchmark")]
+    if len(known) < 2:
+        return False
+    if not same(*known):
+        hashes = " and ".join(benchmark["sha256"][:12] for benchmark in known)
         raise ConfigError(
-            f"cannot compare answers to different episodes (benchmark {known[0][:12]} and {known[1][:12]}): evaluate "
-            "both with the same simulator.*, data.seed and split"
+            f"cannot compare answers to different episodes (benchmark {hashes}): evaluate both with the same "
+            "simulator.*, data.seed and split"
         )
-    return None not in known
+    return True
 
 
 UNVERIFIED = "not verified: results of an earlier version do not say which episodes they were made on; evaluate again"

@@ -10,13 +10,13 @@ from trace_jax.environments.base import Environment
 
 
 def benchmark_of(environment: Environment) -> dict[str, Any]:
-    """`{"episodes": how many, "sha256": of their content}`.
+    """`{"episodes": how many, "sha256": of their content}` and what else the environment says of them.
 
     An environment that has an `identity` of its own says what its tasks are, however they are worded; of others the
     questions, right answers and labels are hashed.
     """
     own = getattr(environment, "identity", None)
-    return {"episodes": len(environment), "sha256": own() if own is not None else _of_tasks(environment)}
+    return {"episodes": len(environment), **(own() if own is not None else {"sha256": _of_tasks(environment)})}
 
 
 def _of_tasks(environment: Environment) -> str:

@@ -10,6 +10,7 @@ from trace_jax.config import ConfigError, EvaluationConfig
 from trace_jax.evaluation import compare, paper
 from trace_jax.evaluation.metrics import PAPER_ROWS, EvalRecord
 from trace_jax.evaluation.table import ResultTable, cell
+from trace_jax.warehouse.identity import same
 
 RIVALS = ("scan", "analyst")  # agents without a policy that a trained one is tested against
 _MAIN = "full_attr_at_1"
@@ -34,16 +35,17 @@ def check(entries: Sequence[Entry]) -> dict[str, Any]:
     """
     first = entries[0]
     for entry in entries:
-        found, wanted = (e.summary.get("benchmark", {}).get("sha256") for e in (entry, first))
-        if found is None:
+        found, wanted = (e.summary.get("benchmark") for e in (entry, first))
+        if not found:
             raise ConfigError(
                 f"{entry.source}: the result of {entry.label} is of an earlier version and does not say which "
                 "episodes it was made on: evaluate it again"
             )
-        if found != wanted:
+        if not same(found, wanted):
             raise ConfigError(
-                f"{entry.source}: {entry.label} answered other episodes (benchmark {found[:12]}) than {first.label} of "
-                f"{first.source} ({wanted[:12]}): evaluate all with the same simulator.*, data.seed and data.test"
+                f"{entry.source}: {entry.label} answered other episodes (benchmark {found['sha256'][:12]}) than "
+                f"{first.label} of {first.source} ({wanted['sha256'][:12]}): evaluate all with the same simulator.*, "
+                "data.seed and data.test"
             )
     return dict(first.summary["benchmark"])
 

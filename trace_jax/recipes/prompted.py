@@ -119,7 +119,8 @@ def _key(config: RunConfig, environment: Environment) -> str:
     """Hash of all that determines what a model is asked."""
     fields = {name: _field(config, name) for name in _ASKED}
     task = environment.task(0)
-    content = [fields, config.seed, task.system, identity.benchmark_of(environment)]
+    benchmark = identity.benchmark_of(environment)
+    content = [fields, config.seed, task.system, {name: benchmark[name] for name in ("episodes", "sha256")}]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

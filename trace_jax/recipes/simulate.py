@@ -23,7 +23,7 @@ from trace_jax.simulator.oracle import OracleParams
 from trace_jax.simulator.stream import Composition, composition_for
 from trace_jax.warehouse import dataset, splits
 from trace_jax.warehouse.dataset import Writer
-from trace_jax.warehouse.identity import sha256
+from trace_jax.warehouse.identity import described
 
 IDENTIFIED = 5000  # episodes of a test split whose content is hashed
 EPISODES = "episodes"  # the only split of a data set made with --episodes
@@ -109,7 +109,7 @@ def _identity(out: Path, sizes: Mapping[str, int]) -> dict[str, Any] | None:
     if not 0 < sizes.get("test", 0) <= IDENTIFIED:
         return None
     found = dataset.read(out, ["test"])["test"]
-    return {"episodes": len(found), "sha256": sha256(found)}
+    return {"episodes": len(found), **described(found)}
 
 
 def check(names: Sequence[str], episodes: int | None) -> None:

@@ -37,9 +37,9 @@ class AdsEnvironment:
         """The episodes with their labels: for those who judge, never for an agent."""
         return self._episodes
 
-    def identity(self) -> str:
-        """Hash of the episodes (`warehouse.identity`); how questions are worded has no part in it."""
-        return identity.sha256(self._episodes)
+    def identity(self) -> dict[str, Any]:
+        """What the episodes are (`warehouse.identity`); how questions are worded has no part in it."""
+        return identity.described(self._episodes)
 
     def task(self, index: int) -> Task:
         """Task at position `index` of the set."""
