@@ -26,6 +26,7 @@ from helpers_diagnose import (
     text,
 )
 
+from trace_jax.diagnose import series
 from trace_jax.recipes import diagnose_progress
 
 
@@ -326,6 +327,16 @@ def test_campaigns_must_be_named_and_siblings_are_used(diagnose):
     _, found, _, _ = diagnose(text(table), argv=(*HALVES, "--campaign", "brand"))
     assert found["campaign"] == "Brand" and said(found)[1] == {"device": "Mobile phones"}
     assert not any("no other campaign" in line for line in found["not_checked"])
+
+
+def test_a_large_file_of_several_campaigns_is_refused_before_it_is_read_to_its_end(diagnose, monkeypatch):
+    table = text(rows(effect=MOBILE) + rows(seed=5, campaign="Other"))
+    monkeypatch.setattr(series, "LARGE", 0)
+    status, _, _, err = diagnose(table, argv=HALVES)
+    assert status == 2 and "the first 200,000 rows of" in err and "'Brand' (" in err and "--campaign" in err
+    monkeypatch.setattr(series, "GLANCE", 1)  # a row is of one campaign: on to the whole file
+    status, _, _, err = diagnose(table, argv=HALVES)
+    assert status == 2 and "the tables hold 2 campaigns" in err and "'Brand' (" in err
 
 
 def test_a_bar_shows_how_far_each_pass_over_a_large_file_is(tmp_path, monkeypatch):

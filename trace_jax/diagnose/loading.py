@@ -80,7 +80,7 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
     notes, problems = list(left_out), []
     for plan in plans:
         notes += [f"{plan.source.name}: {note}" for note in plan.source.notes]
-    main = _main(plans)
+    main = main_tables(plans)
     others = [p for p in plans if p not in main]
     totals = [p for p in others if not p.dimensions and {"impressions", "budget", "in_stock"} & p.fields.keys()]
     for plan in others:
@@ -127,7 +127,7 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
     return Loaded(connection, plans, setup, dimensions, metrics, total_metrics, tuple(held), currency, notes, problems)
 
 
-def _main(plans: Sequence[Plan]) -> list[Plan]:
+def main_tables(plans: Sequence[Plan]) -> list[Plan]:
     """The tables that break down the most: all of them that have the same dimensions."""
     able = [p for p in plans if {"impressions", "clicks"} <= p.fields.keys()]
     if not able:

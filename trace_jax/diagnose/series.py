@@ -9,15 +9,19 @@ import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import duckdb
 import numpy as np
 from jaxtyping import Bool, Float
 
 from trace_jax.config import ConfigError
 from trace_jax.config_io import nearest
-from trace_jax.diagnose import synonyms
-from trace_jax.diagnose.loading import Loaded, campaigns
+from trace_jax.diagnose import reading, synonyms
+from trace_jax.diagnose.loading import Loaded, campaigns, main_tables
+from trace_jax.diagnose.mapping import Plan
 
 ALL = "all"  # --campaign all: every campaign together
+LARGE = 64 << 20  # bytes of a file that is glanced at before it is read to its end
+GLANCE = 200_000  # its first rows
 ADDITIVE = (*synonyms.COUNTS, *synonyms.AMOUNTS)
 
 Sums = Mapping[str, Float[np.ndarray, " T"]]  # of each metric by day
@@ -66,12 +70,7 @@ def choose(loaded: Loaded, asked: str | None) -> str:
     if asked is None:
         if len(found) == 1:
             return next(iter(found))
-        listed = ", ".join(f"{name!r} ({count:,.0f} impressions)" for name, count in list(found.items())[:8])
-        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-        raise ConfigError(
-            f"the tables hold {len(found)} campaigns: {listed}{more}; name one with --campaign, or --campaign all for "
-            "all of them together"
-        )
+        raise _several("the tables hold", found)
     if asked in found or asked == ALL:
         return asked
     same = [name for name in found if synonyms.squash(name) == synonyms.squash(asked)]
@@ -80,6 +79,36 @@ def choose(loaded: Loaded, asked: str | None) -> str:
     meant = nearest(asked, found)
     mend = f"did you mean {meant!r}?" if meant else f"the campaigns are {', '.join(list(found)[:8])}"
     raise ConfigError(f"--campaign {asked}: no such campaign: {mend}")
+
+
+def glance(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection) -> None:
+    """Refuses several campaigns of which none was named by the first rows of large files: reading gigabytes to their
+    end for that takes minutes.
+
+    Raises:
+        ConfigError: rows with a date at a file's beginning are of several campaigns.
+    """
+    for plan in main_tables(plans):
+        large = plan.source.path.is_file() and plan.source.path.stat().st_size > LARGE
+        if not large or not {"campaign", "impressions"} <= plan.fields.keys():
+            continue
+        name = reading.text_of(plan.fields["campaign"])
+        columns = f"coalesce({name}, '(none)') c, {plan.number('impressions')} n, {plan.date.expression} ds"
+        rows = connection.execute(
+            f"SELECT c, coalesce(sum(n), 0) total FROM (SELECT {columns} FROM {plan.source.relation} LIMIT {GLANCE})"
+            " WHERE ds IS NOT NULL GROUP BY c ORDER BY total DESC, c"
+        ).fetchall()
+        if len(rows) > 1:
+            raise _several(f"the first {GLANCE:,} rows of {plan.source.name} hold", dict(rows))
+
+
+def _several(where: str, found: Mapping[str, float]) -> ConfigError:
+    listed = ", ".join(f"{name!r} ({count:,.0f} impressions)" for name, count in list(found.items())[:8])
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return ConfigError(
+        f"{where} {len(found)} campaigns: {listed}{more}; name one with --campaign, or --campaign all for all of them "
+        "together"
+    )
 
 
 def split(loaded: Loaded, campaign: str) -> None:

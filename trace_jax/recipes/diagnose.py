@@ -114,6 +114,8 @@ def _diagnose(
         opened = sources.open_sources(asked.files, connection, show)
         plans, left_out = mapping.plans(opened, declared, connection)
     view.columns(plans)
+    if asked.campaign is None and asked.write_mapping is None:
+        series.glance(plans, connection)
     if asked.write_mapping is None and asked.mapping is None and not asked.yes:
         _confirm()
     with reading(progress, asked.files, connection):
