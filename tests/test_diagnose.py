@@ -3,8 +3,10 @@ data, evidence that can be run again. What it concludes: `test_diagnose_judgemen
 
 import datetime
 import os
+import signal
 import subprocess
 import tempfile
+import threading
 import time
 import zipfile
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from helpers_diagnose import (
     text,
 )
 
-from trace_jax.diagnose import series
+from trace_jax.diagnose import loading, series
 from trace_jax.recipes import diagnose_progress
 
 
@@ -337,6 +339,15 @@ def test_a_large_file_of_several_campaigns_is_refused_before_it_is_read_to_its_e
     monkeypatch.setattr(series, "GLANCE", 1)  # a row is of one campaign: on to the whole file
     status, _, _, err = diagnose(table, argv=HALVES)
     assert status == 2 and "the tables hold 2 campaigns" in err and "'Brand' (" in err
+
+
+def test_ctrl_c_while_duckdb_works_is_an_interruption():
+    with pytest.raises(KeyboardInterrupt), loading.database() as connection:
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        connection.execute("SELECT sum(hash(a.i + b.i)) FROM range(1000000) a(i), range(1000000) b(i)")
+    with pytest.raises(RuntimeError, match="another"), loading.database():
+        raise RuntimeError("another")
 
 
 def test_a_bar_shows_how_far_each_pass_over_a_large_file_is(tmp_path, monkeypatch):

@@ -67,6 +67,10 @@ def database() -> Iterator[duckdb.DuckDBPyConnection]:
             connection.execute(reading.MACROS)
             connection.execute("SET enable_progress_bar = false")
             yield connection
+        except RuntimeError as error:
+            if str(error) == "Query interrupted":  # what DuckDB makes of a SIGINT that comes while it works
+                raise KeyboardInterrupt from None
+            raise
         finally:
             connection.close()
 
