@@ -271,7 +271,6 @@ def test_a_study(smoke, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(scored.train, "command", None)  # would fail: everything is done
     assert cli.main(words) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == told and len(calls) == 9
-    assert cli.main([w.replace("causal", "abstention") if w == "causal" else w for w in words[:-4]]) == 2
     words[words.index("--steps") + 1] = "3"
     assert cli.main(words) == 2
     assert "is of another study (`grpo." in capsys.readouterr().err
