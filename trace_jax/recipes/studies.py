@@ -163,8 +163,9 @@ SCORED: dict[str, ScoredStudy] = {
         {
             "untrained": Row("untrained", _SFT, reported="base"),
             # An untrained policy of this kind cannot write an answer, an untrained 35B model can: this is what a base
-            # that knows the form and little else comes to here.
-            FORMAT: Row("sft", lessons=0.16),
+            # that knows the form and little else comes to here. At nano size 82 % of its answers can be read and 9 %
+            # are right; with half of these lessons 11 % can be read, and RL would have nothing to begin with.
+            FORMAT: Row("sft", lessons=0.32),
             _SFT: Row("sft", reported="SFT"),
             _GRADED: Row("grpo", _SFT, {"environment.reward_full": 0.0}, reported=_GRADED),
             _RL: Row("grpo", _SFT, reported=_RL),
