@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,23 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from trace_jax.diagnose import reading, tables
+from trace_jax.diagnose import tables
 from trace_jax.diagnose.loading import NO_CAMPAIGN, Loaded
 from trace_jax.diagnose.quality import Report
 from trace_jax.diagnose.series import ALL, Series
 from trace_jax.diagnose.sources import literal
 from trace_jax.diagnose.windows import RATES, Windows
-from trace_jax.diagnose.words import Words, shared
+from trace_jax.diagnose.words import Words
 from trace_jax.environments.ads.answer import Pair, parse_lenient
 from trace_jax.environments.ads.decompose import decompose
 from trace_jax.simulator.causes import CAUSES, LEVELS, NO_SIGNAL
 
 HIGH, MEDIUM = 0.8, 0.6  # agreement
-# Changes (logarithms) of the whole campaign that season, promotions, trend and market bring about by themselves: what
-# the simulator's shared confounders may add up to over half of a window. Other campaigns would show them, too.
-MARKET_VOLUME, MARKET_RATE = 0.4, 0.15
-# The metric that a campaign-wide cause is told by, where only other campaigns could tell it from the market.
-_TOLD_BY = {"BUDGET_CAP": "impressions", "BID_INCREASE": "cpc", "PAGE_DEGRADATION": "cvr"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,8 @@ class Diagnosis:
         pairs: the same in the agent's words.
         votes: of the investigations for this answer, `of` in all. others: what the rest said.
         level: "high" | "medium" | "low"; `why` it is not high.
+        doubts: what the figures say against the answer (`doubts.against`).
+        second: what the scripted analyst says, where another agent investigated.
     """
 
     cause: str | None
@@ -68,6 +66,8 @@ class Diagnosis:
     level: str
     why: tuple[str, ...]
     undecided: str = ""
+    doubts: tuple[str, ...] = ()
+    second: str = ""
 
     @property
     def text(self) -> str:
@@ -134,6 +134,18 @@ def conclude(
     return Diagnosis(cause, named, pairs, count, sum(votes.values()), others, level, tuple(why), undecided)
 
 
+def weighed(diagnosis: Diagnosis, doubts: Sequence[str], remarks: Sequence[str], second: Diagnosis | None) -> Diagnosis:
+    """The answer with what the figures say against it, and what the scripted analyst says. Confidence is low where the
+    figures do, and not high where there are remarks or the analyst differs."""
+    level, why, said = diagnosis.level, (*diagnosis.why, *remarks), second.text if second else ""
+    if second is not None and (second.cause, second.pairs) != (diagnosis.cause, diagnosis.pairs):
+        why = (*why, f"the scripted analyst says {said}")
+    if len(why) > len(diagnosis.why) and level == "high":
+        level = "medium"
+    level = "low" if doubts else level
+    return dataclasses.replace(diagnosis, doubts=tuple(doubts), second=said, level=level, why=why)
+
+
 def describe(cause: str | None) -> str:
     """The cause's signature in words."""
     if cause == NO_SIGNAL:
@@ -145,7 +157,18 @@ def meaning(diagnosis: Diagnosis) -> str:
     """What happened, in plain words."""
     if diagnosis.undecided:
         return diagnosis.undecided[:1].upper() + diagnosis.undecided[1:] + "."
+    if diagnosis.doubts:
+        return f"The figures do not bear this answer out: {'; '.join(diagnosis.doubts)}."
     return next((c.meaning for c in CAUSES if c.name == diagnosis.cause), "")
+
+
+def agreed(diagnosis: Diagnosis) -> str:
+    """How many investigations agree."""
+    if diagnosis.cause is None and not diagnosis.undecided:
+        return f"none of {diagnosis.of} investigations came to a readable answer; another agent may: --agent analyst"
+    most = " on the most frequent answer" if diagnosis.undecided else ""
+    analyst = ", and so does the scripted analyst" if diagnosis.second == diagnosis.text else ""
+    return f"{diagnosis.votes} of {diagnosis.of} investigations agree{most}{analyst}"
 
 
 def mixed(diagnosis: Diagnosis) -> str | None:
@@ -281,95 +304,6 @@ def parts(found: Series, windows: Windows) -> list[Parts]:
     return out
 
 
-# What is open
-
-
-def lookalikes(loaded: Loaded, found: Series) -> dict[str, str]:
-    """What looks the same as a cause in these tables, because what would tell is not in them."""
-    lacks, out = tables.missing(loaded)["metrics"], {}
-    if "budget" in lacks and not found.names:
-        out["BUDGET_CAP"] = "a move of the whole market: without a budget or other campaigns both are a fall of volume"
-    if "in_stock" in lacks:
-        out["OUT_OF_STOCK"] = "PAGE_DEGRADATION: without stock both are a fall of CVR"
-    return out
-
-
-def within_the_market(loaded: Loaded, found: Series, windows: Windows) -> dict[str, str]:
-    """Campaign-wide causes whose change is no larger than what markets do by themselves, and why they are not told from
-    that: there is no other campaign to compare with. By cause; empty where there is one."""
-    if found.names:
-        return {}
-    held, out = {*loaded.metrics, *loaded.total_metrics}, {}
-    masks = tables.masks(found, windows)
-    for cause, metric in _TOLD_BY.items():
-        if cause == "BUDGET_CAP" and "budget" in held:  # which is met or not, whatever the market does
-            continue
-        n, d = RATES.get(metric, (metric, None))
-        if n not in found.totals or (d is not None and d not in found.totals):
-            continue
-        below = [m.sum() if d is None else found.totals[d][m].sum() for m in masks]
-        levels = [found.totals[n][m].sum() / max(b, 1e-9) for m, b in zip(masks, below, strict=True)]
-        if min(levels) <= 0:
-            continue
-        change = float(np.log(levels[1] / levels[0]))
-        if abs(change) <= (MARKET_VOLUME if d is None else MARKET_RATE):
-            name = metric.upper() if d is not None else metric
-            moved = f"{name} {np.expm1(change):+.0%} is no more than season and market do by themselves"
-            out[cause] = f"{moved}, and there is no other campaign to compare with"
-    return out
-
-
-def open_questions(
-    loaded: Loaded, diagnosis: Diagnosis, words: Sequence[Words], found: Series, windows: Windows
-) -> list[str]:
-    """What the tables cannot tell, in the order of what matters most for this answer."""
-    lacks, out = tables.missing(loaded), []
-    for dimension in lacks["dimensions"]:
-        hidden = [c.name for c in CAUSES if dimension in c.drivers and set(c.drivers) <= set(lacks["dimensions"])]
-        tail = (
-            f"{', '.join(hidden)} cannot be seen" if hidden else "a change inside one of its values is not seen as such"
-        )
-        out.append(f"no {dimension} in the tables: {tail}")
-    for w in words:
-        if len({word for word in w.of.values()}) < 2:
-            out.append(f"{w.dimension} has a single value: nothing to compare it with")
-    if "in_stock" in lacks["metrics"]:
-        either = " (a fall of CVR may be either)" if diagnosis.cause == "PAGE_DEGRADATION" else ""
-        out.append(f"no stock in the tables: OUT_OF_STOCK and PAGE_DEGRADATION cannot be told apart{either}")
-    if "budget" in lacks["metrics"]:
-        out.append("no budget in the tables: BUDGET_CAP is only a fall of volume at unchanged rates")
-    if "orders" in lacks["metrics"]:
-        out.append("no orders in the tables: conversion causes cannot be seen")
-    if "spend" in lacks["metrics"] or "spend" not in loaded.metrics:
-        out.append("no spend by slice: causes that raise the CPC cannot be told from those that do not")
-    if not found.names:
-        out.append("no other campaign in the tables: what moved the whole market looks like this campaign's own change")
-    out += shared(words)
-    unused = [c for p in loaded.plans for c in p.unused]
-    if unused:
-        out.append(f"columns not used: {', '.join(dict.fromkeys(unused))}")
-    short = [n for n, m in zip(("before", "after"), tables.masks(found, windows), strict=True) if m.sum() < 7]
-    if short:
-        out.append(f"less than a week {' and '.join(short)}: weekdays cannot be told from a change")
-    out.append("the answer is one of twelve causes; what one campaign's history shows together need not be its cause")
-    return out
-
-
-def unmapped(loaded: Loaded) -> list[str]:
-    """Columns that may be dimensions but are mapped to none."""
-    out = []
-    for plan in loaded.plans:
-        for column in plan.unused:
-            if plan.kind(column) != "VARCHAR" or plan.dimensions:
-                continue
-            text = reading.text_of(column)
-            word = f"CASE WHEN TRY_CAST({text} AS DOUBLE) IS NULL THEN {text} END"
-            query = f"SELECT count(DISTINCT {word}) FROM (SELECT * FROM {plan.source.relation} LIMIT 200000)"
-            if 2 <= loaded.ask(query)[0][0] <= 200:
-                out.append(column)
-    return list(dict.fromkeys(out))
-
-
 def as_json(loaded: Loaded, diagnosis: Diagnosis, found: Sequence[Evidence], opens: Sequence[str]) -> Mapping[str, Any]:
     """For `--json`."""
     return {
@@ -383,6 +317,8 @@ def as_json(loaded: Loaded, diagnosis: Diagnosis, found: Sequence[Evidence], ope
             "of": diagnosis.of,
             "why": list(diagnosis.why),
         },
+        "doubts": list(diagnosis.doubts),
+        "second_opinion": diagnosis.second or None,
         "others": [{"answer": text, "votes": n} for text, n in diagnosis.others],
         "evidence": [
             {"title": e.title, "sql": e.sql, "columns": list(e.columns), "rows": [list(r) for r in e.rows]}

@@ -141,10 +141,10 @@ def _tracks(found: Series, days: int):
     others = found.siblings.get("impressions")
     if others is not None and (others[:days][shown] > 0).all():
         log = log - np.log(np.where(shown, others[:days], 1.0))
-    yield "volume", _weekdays_out(log, shown, found.first.weekday()), shown.astype(float)
+    yield "volume", weekdays_out(log, shown, found.first.weekday()), shown.astype(float)
     for name, (n, d) in RATES.items():
         if {n, d} <= found.totals.keys():
-            yield name.upper(), *_ratio(found.totals[n][:days], found.totals[d][:days], present)
+            yield name.upper(), *ratio(found.totals[n][:days], found.totals[d][:days], present)
     for (dimension, value), own in found.values.items():
         clicks, impressions = own["clicks"][:days], own["impressions"][:days]
         all_clicks = found.totals["clicks"][:days]
@@ -152,17 +152,18 @@ def _tracks(found: Series, days: int):
             continue
         rest = np.maximum(all_clicks - clicks, 0) / np.maximum(volume - impressions, 1)
         usual = np.maximum(rest, rest.mean() / 10)
-        y, w = _ratio(clicks / usual * usual.mean(), impressions, present)
+        y, w = ratio(clicks / usual * usual.mean(), impressions, present)
         yield f"CTR of {dimension} {value!r} against the rest", y, w
-        yield f"share of {dimension} {value!r}", *_ratio(impressions, volume, present)
+        yield f"share of {dimension} {value!r}", *ratio(impressions, volume, present)
 
 
-def _ratio(n: np.ndarray, d: np.ndarray, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def ratio(n: np.ndarray, d: np.ndarray, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Daily ratios and their weights, the denominators; 0 on days without."""
     there = (d > 0) & (present > 0)
     return np.where(there, n / np.where(there, d, 1.0), 0.0), np.where(there, d, 0.0)
 
 
-def _weekdays_out(y: np.ndarray, there: np.ndarray, first: int) -> np.ndarray:
+def weekdays_out(y: np.ndarray, there: np.ndarray, first: int) -> np.ndarray:
     """A series without the mean of each weekday; as it is when it has no two weeks."""
     if there.sum() < 14:
         return y

@@ -12,7 +12,19 @@ from typing import Any
 import duckdb
 
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.diagnose import findings, loading, mapping, quality, series, sources, synonyms, tables, windows
+from trace_jax.diagnose import (
+    doubts,
+    findings,
+    limits,
+    loading,
+    mapping,
+    quality,
+    series,
+    sources,
+    synonyms,
+    tables,
+    windows,
+)
 from trace_jax.diagnose import words as vocabulary
 from trace_jax.diagnose.case import CaseEnvironment
 from trace_jax.diagnose.findings import Investigation
@@ -122,7 +134,7 @@ def _diagnose(
         loaded = loading.load(plans, connection, left_out)
     if asked.write_mapping is not None:
         return _template(asked.write_mapping, loaded, declared, view), None
-    if not loaded.dimensions and (names := findings.unmapped(loaded)) and not _declined(declared):
+    if not loaded.dimensions and (names := limits.unmapped(loaded)) and not _declined(declared):
         raise ConfigError(
             f"no column maps onto a dimension of the agent ({', '.join(synonyms.DIMENSIONS)}), but "
             f"{', '.join(names[:6])} may be one: declare it under columns in a --mapping file, or declare a dimension "
@@ -139,9 +151,17 @@ def _diagnose(
     if asked.keep is not None:
         with disk(asked.keep):
             loading.keep(loaded, str(asked.keep))
-    asks, investigations = _investigate(config, asked, agent, (loaded, words, compared, found), view)
-    benign = findings.within_the_market(loaded, found, compared)
-    concluded = findings.conclude(investigations, words, report, findings.lookalikes(loaded, found), benign)
+    asks, investigations, analyst = _investigate(config, asked, agent, (loaded, words, compared, found), view)
+    benign = limits.within_the_market(loaded, found, compared)
+    rules = (words, report, limits.lookalikes(loaded, found), benign)
+    concluded = findings.conclude(investigations, *rules)
+    second = findings.conclude([analyst], *rules) if analyst is not None else None
+    slices = diagnosis.groups(loaded, concluded, words, found)
+    if concluded.cause is not None:
+        checked = (concluded.cause, found, slices, compared)
+        concluded = findings.weighed(concluded, doubts.against(*checked), doubts.at_once(*checked), second)
+    else:
+        concluded = findings.weighed(concluded, (), (), second)
     told = diagnosis.Told(
         campaign=campaign,
         agent=diagnose_agents.introduced(agent, config, asked.run_dir),
@@ -154,9 +174,9 @@ def _diagnose(
         diagnosis=concluded,
         evidence=findings.evidence(loaded, concluded, words, compared, campaign),
         parts=findings.parts(found, compared),
-        opens=findings.open_questions(loaded, concluded, words, found, compared),
+        opens=limits.open_questions(loaded, concluded, words, found, compared),
         investigations=investigations,
-        slices=diagnosis.groups(loaded, concluded, words, found),
+        slices=slices,
         in_words=lambda code: step_in_words(query_of(code)),
     )
     view.answer(concluded, told.evidence, told.parts, told.opens)
@@ -188,14 +208,14 @@ def _investigate(
     agent: str,
     case: tuple[loading.Loaded, Sequence[vocabulary.Words], windows.Windows, series.Series],
     view: View,
-) -> tuple[str, list[Investigation]]:
-    """What the agent is asked, and what its investigations came to."""
-    loaded, words, compared, found = case
+) -> tuple[str, list[Investigation], Investigation | None]:
+    """What the agent is asked, what its investigations came to, and what the analyst's does where it is another."""
+    loaded, words, compared, own = case
     if agent == diagnose_agents.ENDPOINT:
         diagnose_agents.agree(config, asked.send, view)
     config = diagnose_agents.configured(config, agent)
     asks = question(
-        tables.observed(found, compared),
+        tables.observed(own, compared),
         config.environment.prompt,
         tables.CAMPAIGN,
         tables.ADVERTISER,
@@ -204,7 +224,8 @@ def _investigate(
     view.question(asks, diagnose_agents.introduced(agent, config, asked.run_dir))
     environment = CaseEnvironment(tables.agent_tables(loaded, words, compared), asks, config.environment)
     try:
-        return asks, diagnose_agents.investigate(environment, config, agent, asked.run_dir, asked.samples, view)
+        found = diagnose_agents.investigate(environment, config, agent, asked.run_dir, asked.samples, view)
+        return asks, found, None if agent == diagnose_agents.ANALYST else diagnose_agents.second(environment, config)
     finally:
         environment.close()
 

@@ -152,6 +152,18 @@ def _analyst(environment: CaseEnvironment, config: RunConfig, samples: int, view
         yield Investigation(tuple(transcript.steps), transcript.answer)
 
 
+def second(environment: CaseEnvironment, config: RunConfig) -> Investigation:
+    """The scripted analyst's investigation, which looks at all slices at once; not shown."""
+    task = environment.task(0)
+    episode = environment.open(task)
+    try:
+        rng = np.random.default_rng([config.seed, 0])
+        transcript = analyst.investigate(episode, task, rng, "compact", ("scan",))
+    finally:
+        episode.close()
+    return Investigation(tuple(transcript.steps), transcript.answer)
+
+
 def _shown(result: list[Investigation], view: View) -> list[Investigation]:
     """The first investigation turn by turn, of all what they came to."""
     for number, one in enumerate(result):

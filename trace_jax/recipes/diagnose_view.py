@@ -19,6 +19,7 @@ from trace_jax.diagnose.words import Words
 from trace_jax.environments.ads.answer import parse_lenient
 from trace_jax.recipes.play_after import query_of, step_in_words
 from trace_jax.recipes.play_answer import spoken
+from trace_jax.simulator.causes import NO_SIGNAL
 
 SHOWN_LINES = 8  # of what a call showed
 PIPE_WIDTH = 140  # columns of a table where nobody knows how many there are
@@ -107,9 +108,13 @@ class View:
         """The diagnosis with everything that it rests on and what it leaves open."""
         self._head("answer")
         self.say(f"   {diagnosis.text}", "bold green" if diagnosis.level == "high" else "bold yellow")
-        if diagnosis.cause is not None:
+        for doubt in diagnosis.doubts:
+            self.say(f" ! {doubt}", "yellow")
+        if diagnosis.cause not in (None, NO_SIGNAL):
+            self.say(f"   known by: {findings.describe(diagnosis.cause)}")
+        elif diagnosis.cause is not None and not diagnosis.doubts:
             self.say(f"   {findings.describe(diagnosis.cause)}")
-        self.say(f"   confidence {diagnosis.level}: {diagnosis.votes} of {diagnosis.of} investigations agree")
+        self.say(f"   confidence {diagnosis.level}: {findings.agreed(diagnosis)}")
         for why in diagnosis.why:
             self.say(f"     - {why}")
         for text, votes in diagnosis.others:

@@ -74,6 +74,7 @@ def build(told: Told, files: Mapping[str, str]) -> str:
         headline=headline(diagnosis, told.loaded),
         meaning=findings.meaning(diagnosis),
         diagnosis=diagnosis,
+        agreement=findings.agreed(diagnosis),
         windows=told.windows,
         moved=figures,
         in_figures=in_figures(figures, diagnosis),

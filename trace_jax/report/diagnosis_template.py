@@ -74,7 +74,7 @@ ol.steps { padding-left: 24px; } footer { margin-top: 44px; padding-top: 14px; b
 {% endif %}
 {% if in_figures %}<p>{{ in_figures }}</p>
 {% endif %}
-<p><span class="votes" aria-hidden="true">{% for n in range(diagnosis.of) %}<i{{ ' class=for' if n < diagnosis.votes }}></i>{% endfor %}</span><b>Confidence: {{ diagnosis.level }}.</b> {{ diagnosis.votes }} of {{ diagnosis.of }} investigations agree{{ ' on the most frequent answer' if diagnosis.undecided }}.</p>
+<p><span class="votes" aria-hidden="true">{% for n in range(diagnosis.of) %}<i{{ ' class=for' if n < diagnosis.votes }}></i>{% endfor %}</span><b>Confidence: {{ diagnosis.level }}.</b> {{ agreement|capitalize }}.</p>
 {% if diagnosis.why %}<ul class="note">{% for why in diagnosis.why %}<li>{{ why|line }}</li>{% endfor %}</ul>{% endif %}
 {% if diagnosis.others %}<p class="note">Other answers: {% for text, votes in diagnosis.others %}{{ votes }} of {{ diagnosis.of }} {{ text|line }}{{ '; ' if not loop.last }}{% endfor %}.</p>{% endif %}
 <p class="note">Agreement is not certainty: an agent can be wrong every time, and what moved together need not be the cause.</p>
@@ -135,7 +135,7 @@ ol.steps { padding-left: 24px; } footer { margin-top: 44px; padding-top: 14px; b
 <details><summary class="note">what it ran</summary><pre>{{ code }}</pre></details>
 <pre class="seen" tabindex="0">{{ seen }}</pre></li>
 {% endfor %}</ol>
-<p class="note">Its answer, in its own words:</p><pre>{{ one.answer }}</pre></details>
+<p class="note">Its answer, in its own words:</p><pre>{{ one.answer or 'It ended without an answer.' }}</pre></details>
 {% endfor %}
 </main>
 <footer><p>Made by {{ made }}. Files, with SHA-256:</p>
