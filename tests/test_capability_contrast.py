@@ -153,8 +153,13 @@ def test_table_and_chart_say_what_was_found():
     }
     result["thresholds"] = {"coverage": 0.1, "gap": 0.2, "keep": 8}
     text = table.markdown(json.loads(json.dumps(result)))
-    assert "| <first> | 1.00 | 1.00 | 0.00 | +1.00 [+1.00, +1.00] | 10 of 10 | **kept** |" in text
-    assert "| <second> |" in text and text.count("**kept**") == 1 and text.endswith("A note.\n")
+    assert "| <first> (`first`) | 1.00 | 1.00 | 0.00 | +1.00 [+1.00, +1.00] | 10 of 10 | **kept** |" in text
+    assert "| <second> (`second`) |" in text and text.count("**kept**") == 1 and text.endswith("A note.\n")
+    nobody = labels.copy()
+    nobody[:, passed, 0] = 0
+    asked = result | {"capabilities": table.entries(run(nobody, passed), nobody, passed, capabilities)}
+    assert "| <first> (`first`) | 1.00 | 1.00 | - |" in table.markdown(asked)
+    assert "no attempt that passed shows or lacks it" in table.markdown(asked)
     drawn = ET.fromstring(table.chart(result))
     circles = [e for e in drawn.iter() if e.tag.endswith("circle")]
     assert len(circles) == 2 + 2 * len(entries)  # the legend, and two values a row

@@ -60,6 +60,10 @@ def _dresses(table, folder):
     duckdb.sql(f"COPY (FROM '{folder / 'plain.csv'}') TO '{folder / 'a.parquet'}'")
     with duckdb.connect(str(folder / "a.duckdb")) as connection:
         connection.execute(f"CREATE TABLE ads AS FROM '{folder / 'plain.csv'}'")
+    crlf = plain.replace("\n", "\r\n")
+    yield "title with other line ends", ("Report\nOctober\n" + crlf).encode()
+    yield "names with other line ends", crlf.replace("\r\n", "\n", 1).encode()
+    yield "footer with other line ends", (crlf + "Total,,,,9,9,9,9\n").encode()
     yield "carriage returns", plain.replace("\n", "\r").encode()
     yield (
         "google",

@@ -38,7 +38,7 @@ def test_mix_is_not_blamed_on_rates(diagnose):
     _, found, _, _ = diagnose(text(table), argv=HALVES)
     assert said(found) == ("PLACEMENT_SHIFT", {})
     ctr = next(line for line in found["decomposition"] if line.startswith("CTR"))
-    mix, rate = float(ctr.split("placement ")[1].split(",")[0]), float(ctr.rsplit(" ", 1)[1])
+    mix, rate = (float(part.split(" pp")[0]) for part in ctr.split("placement ")[1].split(", rates inside "))
     assert mix < -1.0 and abs(rate) < 0.15 * abs(mix)
 
 

@@ -50,9 +50,12 @@ def markdown(result: Mapping[str, Any]) -> str:
     for e in result["capabilities"]:
         gap = e["gap"]
         cells = [f"{e[name]['value']:.2f}" for name in ("coverage", "er_failed", "er_passed")]
+        if not _asked(e):
+            cells[-1] = "-"
+        kept = "**kept**" if e["kept"] else ""
         lines.append(
-            f"| {e['title']} | {' | '.join(cells)} | {gap['value']:+.2f} [{gap['low']:+.2f}, {gap['high']:+.2f}] "
-            f"| {e['runs_selecting']} of {result['runs']} | {'**kept**' if e['kept'] else ''} |"
+            f"| {e['title']} (`{e['capability']}`) | {' | '.join(cells)} | {gap['value']:+.2f} "
+            f"[{gap['low']:+.2f}, {gap['high']:+.2f}] | {e['runs_selecting']} of {result['runs']} | {kept} |"
         )
     lines.append(
         f"\n{result['failed']} of {result['attempts']} attempts failed. Cov: share of them that lacks it; ER-, ER+: "
@@ -60,7 +63,15 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"at Cov >= {result['thresholds']['coverage']:g} and gap >= {result['thresholds']['gap']:g}; kept: in at least "
         f"{result['thresholds']['keep']} runs. Brackets: {100 * result['confidence']:g} % over resampled tasks.\n"
     )
-    return "\n".join([*lines, *(f"{note}\n" for note in result["notes"])])
+    notes = [*result["notes"]]
+    if result["failed"] < result["attempts"] and not all(map(_asked, result["capabilities"])):
+        notes.append("ER+ -: no attempt that passed shows or lacks it; it counts as 0, and the gap is ER- alone.")
+    return "\n".join([*lines, *(f"{note}\n" for note in notes)])
+
+
+def _asked(entry: Mapping[str, Any]) -> bool:
+    """Whether an attempt that passed called for the capability."""
+    return entry["attempts"]["lacking_passed"] + entry["attempts"]["present_passed"] > 0
 
 
 def chart(result: Mapping[str, Any]) -> str:

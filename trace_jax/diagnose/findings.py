@@ -270,9 +270,10 @@ class Parts:
     @property
     def text(self) -> str:
         """In one line."""
-        scale, unit = (100, " %") if self.metric != "cpc" else (1, "")
+        scale, unit, points = (100, " %", " pp") if self.metric != "cpc" else (1, "", "")
         text = f"{self.metric.upper()} {scale * self.before:.4g}{unit} to {scale * self.after:.4g}{unit}"
-        text += f": mix of {self.dimension} {scale * self.mix:+.3g}, rates inside {scale * self.rate:+.3g}"
+        mix, rate = (f"{scale * part:+.3g}{points}" for part in (self.mix, self.rate))
+        text += f": mix of {self.dimension} {mix}, rates inside {rate}"
         return text + (f" ({self.warning})" if self.warning else "")
 
 

@@ -27,6 +27,7 @@ from trace_jax.diagnose.user_files import reading
 SAMPLE = 1 << 20  # bytes from which encoding, delimiter and header are told
 MOST_BROKEN = 10_000  # lines that are counted
 FEW_BROKEN = 0.05  # share of the lines that may be left out
+_LENIENT = "strict_mode=false, ignore_errors=true, null_padding=true"
 HEAD_LINES = 40  # among which the line of names must be
 _DELIMITERS = (",", "\t", ";", "|")
 _MAGIC = (
@@ -213,18 +214,19 @@ def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection, report
     def reader(more: str, file: str) -> str:
         return f"read_csv({literal(_globless(file))}, {', '.join(options)}, {fixed}, {more}, columns={{{columns}}})"
 
+    strict, lenient = "strict_mode=true, ignore_errors=true", f"{_LENIENT}, parallel=false"
     broken, rows = _broken_lines(
         reader(f"strict_mode=true, store_rejects=true, rejects_limit={MOST_BROKEN}", read), connection
     )
-    if rows + broken == 0:
+    # no line is as it should be, and none was counted: DuckDB gives up, with an error or without
+    unreadable = rows == 0 and broken in (0, MOST_BROKEN) and _count(reader(lenient, read), connection) > 0
+    if rows + broken == 0 and not unreadable:
         raise ConfigError(f"{path} has column names and no rows: export it again")
-    if broken <= FEW_BROKEN * (rows + broken):
-        how = "strict_mode=true, ignore_errors=true"
-        left = "left out"
-    else:
-        how = "strict_mode=false, ignore_errors=true, null_padding=true, parallel=false"
-        left = "read as far as they go"
-    if broken:
+    few = broken <= FEW_BROKEN * (rows + broken) and not unreadable
+    how, left = (strict, "left out") if few else (lenient, "read as far as they go")
+    if unreadable:
+        notes.append("lines end in different ways, or quotes are broken: read as far as they go")
+    elif broken:
         count = f"{broken:,} line{'s have' if broken > 1 else ' has'}"
         notes.append(f"{count} more or fewer cells than there are names, or broken quotes: {left}")
     source = _described(path, reader(how, read), path.name, connection, *notes)
@@ -240,6 +242,15 @@ def _broken_lines(relation: str, connection: duckdb.DuckDBPyConnection) -> tuple
         rows, broken = 0, MOST_BROKEN
     connection.execute("DROP TABLE IF EXISTS reject_errors; DROP TABLE IF EXISTS reject_scans")
     return broken, rows
+
+
+def _count(relation: str, connection: duckdb.DuckDBPyConnection) -> int:
+    """Rows of a relation, 0 if it cannot be read."""
+    try:
+        [(rows,)] = connection.execute(f"SELECT count(*) FROM {relation}").fetchall()
+    except duckdb.Error:
+        return 0
+    return rows
 
 
 def _newline(text: str) -> str:

@@ -100,7 +100,7 @@ def query_of(code: str) -> str:
 def step_in_words(query: str) -> str:
     """What a query of the analyst asks; the query itself if it is none of its usual ones."""
     known = {
-        queries.overview(): "the campaign against its siblings: z of each metric's change",
+        queries.overview(): "the campaign against its siblings, if there are any: z of each metric's change",
         queries.budget(): "spend over budget, first half and second half",
     }
     z = "z of CTR, CVR, CPC and share against the rest"

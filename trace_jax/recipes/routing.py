@@ -189,7 +189,9 @@ def evaluate(
         for name in names:
             if name not in every:
                 meant = config_io.nearest(name, every)
-                raise ConfigError(f"--agents {name}: " + (f"did you mean {meant}?" if meant else ", ".join(every)))
+                raise ConfigError(
+                    f"--agents {name}: " + (f"did you mean {meant}?" if meant else f"choose from {', '.join(every)}")
+                )
         if not adapters:
             raise ConfigError(f"{out / 'adapters'} has no finished adapter: run `trace-jax capability train` first")
         routes = _routes(work, out, split, adapters) if not names or set(names) & {ROUTED, ORACLE} else {}

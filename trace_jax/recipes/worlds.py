@@ -80,7 +80,7 @@ def chosen(run: RunDirectory, config: RunConfig, names: Sequence[str]) -> list[s
             meant = config_io.nearest(name, known)
             raise ConfigError(
                 f"--capabilities {name}: no such capability, "
-                + (f"did you mean {meant}?" if meant else ", ".join(known))
+                + (f"did you mean {meant}?" if meant else f"choose from {', '.join(known)}")
             )
     if names:
         return list(dict.fromkeys(names))
@@ -90,9 +90,13 @@ def chosen(run: RunDirectory, config: RunConfig, names: Sequence[str]) -> list[s
             f"{run.path} has no contrast: run `trace-jax capability contrast --run-dir {run.path}` first, or name "
             "--capabilities"
         )
-    kept = read(files[-1]).get("kept", [])
+    newest = read(files[-1])
+    kept = newest.get("kept", [])
     if not kept:
         raise ConfigError(f"{files[-1]} kept no capability: name --capabilities to train one all the same")
+    print(f"capabilities of {files[-1].parent.name}: {', '.join(kept)}")
+    if (stage := newest.get("settings", {}).get("stage")) in ("grpo", "best"):
+        print(f"note: that contrast is of the policy {stage}, adapters begin from sft: contrast that with --stage sft")
     return kept
 
 
