@@ -267,6 +267,22 @@ def test_nothing_that_maps_is_refused_and_null_means_totals_alone(fatigue, diagn
     assert said(found) == ("CREATIVE_FATIGUE", {"device": "A1"}) and found["words"]["device"]["A1"] == "TABLET"
 
 
+def test_a_dimension_beside_known_ones_that_is_not_looked_at_is_told(fatigue, diagnose, tmp_path):
+    table = [row | {"sales_team": ("North", "South")[n % 2], "note": "same"} for n, row in enumerate(fatigue)]
+    _, found, _, _ = diagnose(text(table), argv=HALVES)
+    told = next(line for line in found["not_checked"] if "may be a dimension" in line)
+    assert told.startswith("sales_team may be") and "(placement, audience)" in told
+    target = tmp_path / "map.yaml"
+    diagnose(text(table), argv=(*HALVES, "--write-mapping", str(target)))
+    written = target.read_text()
+    assert "# Not used: sales_team, note." in written and "free are: placement, audience." in written
+        "# Not used: sales_team, note." in target.read_text() and "free are: placement, audience." in target.read_text()
+    )
+    target.write_text(written.replace("columns:\n", "columns:\n  audience: sales_team\n"))
+    _, found, _, _ = diagnose(text(table), argv=(*HALVES, "--mapping", str(target)))
+    assert found["words"]["audience"].keys() == {"North", "South"}
+
+
 def test_values_without_a_word_of_their_own_are_told_and_answered_for(diagnose):
     """Six countries and four words: the largest stand alone, the rest together; none is lost."""
     values = VALUES | {"geo": ("France", "Spain", "Italy", "Poland", "Peru", "Chile")}

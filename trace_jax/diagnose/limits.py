@@ -83,6 +83,12 @@ def open_questions(
         out.append("no other campaign in the tables: what moved the whole market looks like this campaign's own change")
     out += shared(words)
     unused = [c for p in loaded.plans for c in p.unused]
+    if loaded.dimensions and (names := maybe_dimensions(loaded)):
+        free = ", ".join(lacks["dimensions"]) or "one that is taken"
+        out.append(
+            f"{', '.join(names[:6])} may be a dimension and is not looked at: declare it under columns of a --mapping "
+            f"file in the place of one that the tables lack ({free})"
+        )
     if unused:
         out.append(f"columns not used: {', '.join(dict.fromkeys(unused))}")
     short = [n for n, m in zip(("before", "after"), tables.masks(found, windows), strict=True) if m.sum() < 7]
@@ -92,12 +98,12 @@ def open_questions(
     return out
 
 
-def unmapped(loaded: Loaded) -> list[str]:
-    """Columns that may be dimensions but are mapped to none."""
+def maybe_dimensions(loaded: Loaded) -> list[str]:
+    """Unused columns of words, with as many values as a dimension may have."""
     out = []
     for plan in loaded.plans:
         for column in plan.unused:
-            if plan.kind(column) != "VARCHAR" or plan.dimensions:
+            if plan.kind(column) != "VARCHAR":
                 continue
             text = reading.text_of(column)
             word = f"CASE WHEN TRY_CAST({text} AS DOUBLE) IS NULL THEN {text} END"

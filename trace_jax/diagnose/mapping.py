@@ -256,6 +256,8 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         elif name in synonyms.METRICS and plan.decimal == "," and plan.kind(plan.fields[name]) == "VARCHAR":
             how = "decimal comma"
         shown.append((name, plan.fields[name], how))
+    if plan.currency is not None:
+        shown.append(("currency", plan.currency, ""))
     if plan.derived:
         shown.append(("(computed anew)", ", ".join(plan.derived), "ratios"))
     if plan.unused:
@@ -273,4 +275,8 @@ def template(made: Sequence[Plan], values: Mapping[str, Mapping[str, str]], decl
     form = next((p.date.form for p in made if p.date.form and p.date.form not in reading.NUMBERED), "")
     body |= {"date_format": form, "timezone": declared.timezone, "decimal": made[0].decimal}
     note = "# What trace-jax diagnose guessed. Correct it and pass it with --mapping; see docs/diagnose.md.\n"
+    if unused := list(dict.fromkeys(c for plan in made for c in plan.unused)):
+        free = ", ".join(d for d in synonyms.DIMENSIONS if d not in columns) or "none"
+        note += f"# Not used: {', '.join(' '.join(c.split()) for c in unused)}.\n"
+        note += f"# A column becomes a dimension where it is named under columns; free are: {free}.\n"
     return note + yaml.safe_dump(body, sort_keys=False, allow_unicode=True)

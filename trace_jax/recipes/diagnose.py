@@ -134,7 +134,7 @@ def _diagnose(
         loaded = loading.load(plans, connection, left_out)
     if asked.write_mapping is not None:
         return _template(asked.write_mapping, loaded, declared, view), None
-    if not loaded.dimensions and (names := limits.unmapped(loaded)) and not _declined(declared):
+    if not loaded.dimensions and (names := limits.maybe_dimensions(loaded)) and not _declined(declared):
         raise ConfigError(
             f"no column maps onto a dimension of the agent ({', '.join(synonyms.DIMENSIONS)}), but "
             f"{', '.join(names[:6])} may be one: declare it under columns in a --mapping file, or declare a dimension "

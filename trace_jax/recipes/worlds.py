@@ -27,6 +27,7 @@ from trace_jax.rollout.collect import collect
 from trace_jax.rollout.sampling import Sampling
 
 FILE = "worlds.json"
+FEW = 400  # attempts of a try: fewer are said to be few
 WINDOW = Window()
 
 
@@ -212,4 +213,6 @@ def markdown(result: dict[str, Any]) -> str:
             lines.append(f"| {name} | refused: no level was accepted | | | | | | |")
     s = result["settings"]
     lines.append(f"\n{s['seeds']} episodes x {s['rollouts']} rollouts a try; every two levels halve the effects.\n")
+    if (attempts := s["seeds"] * s["rollouts"]) < FEW:
+        lines.append(f"{attempts} attempts are few: a share is known to +-{0.98 / attempts**0.5:.2f} at best (95 %).\n")
     return "\n".join(lines)

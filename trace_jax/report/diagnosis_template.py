@@ -43,7 +43,7 @@ p { margin: 6px 0; overflow-wrap: anywhere; } .dim, .note { color: var(--dim); }
 .answer .meaning { font-size: 17px; max-width: 72ch; }
 .votes { display: inline-flex; gap: 4px; margin-right: 10px; vertical-align: middle; } .votes i { width: 18px; height: 10px; border-radius: 3px; background: var(--line); } .votes i.for { background: var(--main); }
 ul { margin: 6px 0; padding-left: 22px; } li { margin: 3px 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; background: linear-gradient(90deg, var(--page) 30%, transparent) left / 40px 100% no-repeat local, linear-gradient(270deg, var(--page) 30%, transparent) right / 40px 100% no-repeat local, linear-gradient(90deg, var(--line), transparent) left / 10px 100% no-repeat scroll, linear-gradient(270deg, var(--line), transparent) right / 10px 100% no-repeat scroll; } table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; } th { font-weight: 600; white-space: nowrap; }
 .n { text-align: right; white-space: nowrap; padding-left: 12px; padding-right: 4px; } td.t { min-width: 9ch; max-width: 34ch; overflow-wrap: anywhere; } .sum td { font-weight: 600; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 14px; margin-top: 10px; }
@@ -90,7 +90,7 @@ ol.steps { padding-left: 24px; } footer { margin-top: 44px; padding-top: 14px; b
 {% endfor %}</div>
 
 <h2>Evidence</h2>
-<p class="note">Each table comes from your files by the query under it. The button copies all that an empty DuckDB needs to give the same rows.</p>
+<p class="note">Each table comes from your files by the query under it. The button copies all that an empty DuckDB needs to give the same rows, in the folder that the command ran in.</p>
 {% for e in evidence %}<h3>{{ e.title|line|capitalize }}</h3>
 <div class="scroll"><table><tr>{% for kind, name in e.columns %}<th class="{{ kind }}">{{ name }}</th>{% endfor %}</tr>
 {% for row in e.rows %}<tr>{% for kind, cell in row %}<td class="{{ kind }}">{{ cell }}</td>{% endfor %}</tr>
@@ -135,7 +135,7 @@ ol.steps { padding-left: 24px; } footer { margin-top: 44px; padding-top: 14px; b
 <details><summary class="note">what it ran</summary><pre>{{ code }}</pre></details>
 <pre class="seen" tabindex="0">{{ seen }}</pre></li>
 {% endfor %}</ol>
-<p class="note">Its answer, in its own words:</p><pre>{{ one.answer or 'It ended without an answer.' }}</pre></details>
+<p class="note">Its answer, in its own words; figures in it are the agent's, nothing has checked them:</p><pre>{{ one.answer or 'It ended without an answer.' }}</pre></details>
 {% endfor %}
 </main>
 <footer><p>Made by {{ made }}. Files, with SHA-256:</p>
