@@ -118,6 +118,6 @@ def test_doubts_and_a_second_opinion_lower_the_confidence():
     assert remarked.level == "medium" and remarked.why == ("it came at once",)
     doubted = findings.weighed(sure, ("CVR rose",), (), None)
     assert doubted.level == "low" and doubted.second == "" and findings.agreed(doubted) == "5 of 5 investigations agree"
-    assert findings.meaning(doubted) == "The figures do not bear this answer out: CVR rose."
+    assert findings.meaning(doubted) == "The figures do not bear this answer out:"
     none = Diagnosis(None, (), (), 5, 5, (), "low", ())
     assert "none of 5 investigations" in findings.agreed(none) and "--agent analyst" in findings.agreed(none)

@@ -99,7 +99,7 @@ def unexplained(found: Series, windows: Windows) -> tuple[str, ...]:
     if not loud:
         return ()
     name, move = max(loud, key=lambda x: abs(x[1].z))
-    return (f"{name} went {move.text}: more than noise, and none of the twelve causes was named for it",)
+    return (f"{name} went {move.text}: more than noise, and no cause was named for it",)
 
 
 def _name(metric: str, inside: bool, compared: bool) -> str:

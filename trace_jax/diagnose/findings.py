@@ -158,7 +158,7 @@ def meaning(diagnosis: Diagnosis) -> str:
     if diagnosis.undecided:
         return diagnosis.undecided[:1].upper() + diagnosis.undecided[1:] + "."
     if diagnosis.doubts:
-        return f"The figures do not bear this answer out: {'; '.join(diagnosis.doubts)}."
+        return "The figures do not bear this answer out:" if diagnosis.cause else "What moved, and has no answer:"
     return next((c.meaning for c in CAUSES if c.name == diagnosis.cause), "")
 
 

@@ -161,7 +161,8 @@ def _diagnose(
         checked = (concluded.cause, found, slices, compared)
         concluded = findings.weighed(concluded, doubts.against(*checked), doubts.at_once(*checked), second)
     else:
-        concluded = findings.weighed(concluded, (), (), second)
+        moved = () if concluded.undecided else doubts.unexplained(found, compared)
+        concluded = findings.weighed(concluded, moved, (), second)
     told = diagnosis.Told(
         campaign=campaign,
         agent=diagnose_agents.introduced(agent, config, asked.run_dir),

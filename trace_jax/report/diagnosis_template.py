@@ -72,9 +72,11 @@ ol.steps { padding-left: 24px; } footer { margin-top: 44px; padding-top: 14px; b
 <h1>{{ headline }}</h1>
 {% if meaning %}<p class="meaning">{{ meaning|line }}</p>
 {% endif %}
+{% if diagnosis.doubts %}<ul>{% for doubt in diagnosis.doubts %}<li>{{ doubt|line }}</li>{% endfor %}</ul>
+{% endif %}
 {% if in_figures %}<p>{{ in_figures }}</p>
 {% endif %}
-<p><span class="votes" aria-hidden="true">{% for n in range(diagnosis.of) %}<i{{ ' class=for' if n < diagnosis.votes }}></i>{% endfor %}</span><b>Confidence: {{ diagnosis.level }}.</b> {{ agreement|capitalize }}.</p>
+<p><span class="votes" aria-hidden="true">{% for n in range(diagnosis.of) %}<i{{ ' class=for' if n < diagnosis.votes and (diagnosis.cause or diagnosis.undecided) }}></i>{% endfor %}</span><b>Confidence: {{ diagnosis.level }}.</b> {{ agreement|capitalize }}.</p>
 {% if diagnosis.why %}<ul class="note">{% for why in diagnosis.why %}<li>{{ why|line }}</li>{% endfor %}</ul>{% endif %}
 {% if diagnosis.others %}<p class="note">Other answers: {% for text, votes in diagnosis.others %}{{ votes }} of {{ diagnosis.of }} {{ text|line }}{{ '; ' if not loop.last }}{% endfor %}.</p>{% endif %}
 <p class="note">Agreement is not certainty: an agent can be wrong every time, and what moved together need not be the cause.</p>
