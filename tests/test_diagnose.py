@@ -360,6 +360,13 @@ def test_a_large_file_of_several_campaigns_is_refused_before_it_is_read_to_its_e
     assert status == 2 and "the tables hold 2 campaigns" in err and "'Brand' (" in err
 
 
+def test_a_mapping_is_written_beside_a_file_named_like_a_partial_one(fatigue, diagnose, tmp_path):
+    source = tmp_path / "map.yaml.partial"
+    source.write_text(text(fatigue))
+    status, _, _, _ = diagnose(source, argv=(*HALVES, "--write-mapping", str(tmp_path / "map.yaml")))
+    assert status == 0 and source.read_text() == text(fatigue)
+
+
 def test_ctrl_c_while_duckdb_works_is_an_interruption():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job of a shell's background ignores it
     try:

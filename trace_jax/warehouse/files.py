@@ -26,7 +26,7 @@ def sha256(path: Path) -> str:
 
 def replace(path: Path, content: bytes | memoryview) -> str:
     """Write `content` to `path` in one step, so that no half file has that name; returns its SHA-256."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.trace-jax.partial")  # a name that no file of a user's has
     try:
         partial.write_bytes(content)
         os.replace(partial, path)
