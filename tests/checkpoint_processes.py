@@ -90,6 +90,8 @@ def main(directory, port, process):
     with Interrupt() as interrupt:  # before JAX puts a handler of its own: the signal must be heard all the same
         jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
         print(json.dumps(check(directory, process, interrupt)), flush=True)
+        multihost.part()
+        os._exit(0)
 
 
 def check(directory, process, interrupt):

@@ -5,6 +5,7 @@ two processes with four devices each, which share a mesh of eight.
 """
 
 import json
+import os
 import pickle
 import re
 import sys
@@ -25,7 +26,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from trace_jax.config import ConfigError, GRPOConfig, MeshConfig, OptimizerConfig, PolicyConfig  # noqa: E402
-from trace_jax.learner import sharding  # noqa: E402
+from trace_jax.learner import multihost, sharding  # noqa: E402
 from trace_jax.learner.objectives import grpo_objective  # noqa: E402
 from trace_jax.learner.packing import Sequence, pack, unpack  # noqa: E402
 from trace_jax.learner.step import Learner, transformer_logprobs  # noqa: E402
@@ -170,9 +171,11 @@ def local(array):
 def main():
     model = Transformer(CONFIG, VOCABULARY, rngs=nnx.Rngs(0))
     out = on_two_processes(model) if len(sys.argv) > 2 else on_one_process(model)
-    if len(sys.argv) > 2:
-        jax.distributed.shutdown()
     print(json.dumps(out))
+    if len(sys.argv) > 2:
+        sys.stdout.flush()
+        multihost.part()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ With arguments (process id, address): one of two processes with four devices eac
 """
 
 import json
+import os
 import sys
 
 import jax
@@ -23,7 +24,7 @@ from flax import nnx  # noqa: E402
 from helpers_rollout import CONFIG, POLICY, STOP, VOCABULARY, live, prompts_of  # noqa: E402
 
 from trace_jax.config import ConfigError, MeshConfig  # noqa: E402
-from trace_jax.learner import sharding  # noqa: E402
+from trace_jax.learner import multihost, sharding  # noqa: E402
 from trace_jax.policy.transformer import Transformer, logical_axes  # noqa: E402
 from trace_jax.rollout import programs  # noqa: E402
 from trace_jax.rollout.engine import Engine  # noqa: E402
@@ -89,9 +90,11 @@ def main():
         out["int8"] = summary(live(engine, prompts[:8], range(8), turns=1))
         held = [x for x in jax.tree.leaves(engine._lanes[0].weights[0]) if x.dtype == "int8"]
         out["int8/shapes"] = sorted({(x.shape, x.sharding.shard_shape(x.shape)) for x in held})
-    if len(sys.argv) > 1:
-        jax.distributed.shutdown()
     print(json.dumps(out, default=np.ndarray.tolist))
+    if len(sys.argv) > 1:
+        sys.stdout.flush()
+        multihost.part()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import jax
 from trace_jax.config import ConfigError
 
 T = TypeVar("T")
+LAST_WORDS_SECONDS = 1.0  # the others' last calls after they have all said that they end
 TIMEOUT_SECONDS = 24 * 3600  # one that died is found by the heartbeats; process 0 may work alone for hours
 
 _rounds: collections.Counter[str] = collections.Counter()
@@ -36,6 +37,23 @@ def index() -> int:
 def client() -> Any:
     """The coordination service's client of this process; it is thread-safe."""
     return jax._src.distributed.global_state.client  # noqa: SLF001 - JAX has no public name for it; orbax does so too
+
+
+def part() -> None:
+    """Waits for the other processes and leaves them. The caller ends its process next, by `os._exit`.
+
+    Process 0 does not take the service down as `jax.distributed.shutdown` does: gRPC's server aborts (`Check failed:
+    queue.Pop() == nullptr`) when a last call of another process arrives while it is being destroyed.
+
+    Raises:
+        RuntimeError: they did not come, or one has ended already.
+    """
+    if count() == 1:
+        return
+    lead = index() == 0
+    client().shutdown()
+    if lead:
+        time.sleep(LAST_WORDS_SECONDS)
 
 
 def awaited() -> list[tuple[str, float, list[int]]]:

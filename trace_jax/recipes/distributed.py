@@ -205,18 +205,18 @@ def announced() -> int | None:
 
 
 def leave(status: int, message: str = "") -> None:
-    """Before the process ends. After success, or when a signal stopped all of them, the processes wait for each other;
-    a failure is told to the others first, and this does not return then. Alone, it does nothing."""
+    """Ends the process, one of several. After success, or when a signal stopped all of them, the processes wait for
+    each other; a failure is told to the others first. Alone, it returns and does nothing."""
     if _watch is None:
         return
     _watch.stop()
     if status in (0, 130, 143):
-        import jax
+        from trace_jax.learner import multihost
 
         with contextlib.suppress(Exception):  # another one ended already; all that is to be kept is on disk
-            jax.distributed.shutdown()
-        return
-    _watch.tell(status, message)
+            multihost.part()
+    else:
+        _watch.tell(status, message)
     end_now(status)
 
 
