@@ -116,7 +116,8 @@ def test_a_server_that_is_not_there_or_too_slow_is_named(tmp_path):
     with server(lambda n, body: (200, {}, "")) as (url, _):
         pass  # its port is closed now
     waited = []
-    with pytest.raises(ConfigError, match="did not answer after 3 tries"):
+    told = pytest.warns(UserWarning, match="does not answer .*refused.*: up to 2 more tries")
+    with told, pytest.raises(ConfigError, match="did not answer after 3 tries"):
         endpoint.label([attempt()], CAPABILITIES, config(url, retries=2), tmp_path / "r", sleep=waited.append)
     assert waited == [1.0, 2.0]
     gate = threading.Event()

@@ -64,6 +64,7 @@ def test_what_a_file_holds_is_text_on_the_page(diagnose, tmp_path):
         ("file/below", (), "cannot write {page}"),
         ("none", ("--write-mapping", "m.yaml"), "leave --html out"),
         ("none", ("--keep", "{page}"), "name two files"),
+        ("new/page.html", ("--before", "x:y", "--after", "z:w"), "--before x:y"),
     ],
 )
 def test_a_page_replaces_nothing_of_the_users(stands, argv, part, diagnose, tmp_path):
@@ -73,7 +74,17 @@ def test_a_page_replaces_nothing_of_the_users(stands, argv, part, diagnose, tmp_
     argv = [word.format(page=page) for word in argv]
     status, _, _, err = diagnose(text(rows(("device",))), argv=("--html", str(page), *argv))
     assert status == 2 and part.format(page=page) in err and err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
     assert (tmp_path / "file").read_text() == "mine" and not os.listdir(tmp_path / "folder")
+
+
+def test_a_page_is_put_into_a_new_folder_and_never_over_a_table(diagnose, tmp_path):
+    status, _, _, err = diagnose(text(rows()), argv=(*HALVES, "--html", str(tmp_path / "a" / "b" / "page.html")))
+    assert status == 0 and (tmp_path / "a" / "b" / "page.html").is_file(), err
+    table = tmp_path / "t.csv"
+    table.write_text(f"<!-- {MARK} -->\n" + text(rows()))
+    status, _, _, err = diagnose(table, argv=(*HALVES, "--html", str(table)))
+    assert status == 2 and f"--html {table} is one of the tables" in err
 
 
 @pytest.fixture(scope="module")

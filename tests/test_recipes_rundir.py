@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.console import Console
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig, SFTConfig
 from trace_jax.recipes import teacher
-from trace_jax.recipes.interrupt import Interrupt, Interrupted
+from trace_jax.recipes.interrupt import Break, Interrupt, Interrupted
 from trace_jax.recipes.pool import ProcessPool, WorkerDied, wait
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import STAGES, RunDirectory, first_used, stored_config
@@ -195,6 +196,33 @@ def test_first_signal_asks_and_second_ends():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "still here\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_break_ends_the_process_where_an_exception_would_be_forgotten(number, tmp_path):
+    code = """
+        import gc, os, signal, sys, tempfile
+        from trace_jax.recipes.interrupt import Break
+        with Break("interrupted; start again"):
+            folder = tempfile.mkdtemp()
+            print(os.path.dirname(folder), flush=True)
+            gc.callbacks.append(lambda phase, info: os.kill(os.getpid(), int(sys.argv[1])))
+            gc.collect()  # what is raised in a callback is printed, and the program goes on
+            print("not here", flush=True)
+    """
+    asked = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(int(number))], **asked)
+    folder = Path(done.stdout.strip())
+    assert (done.returncode, done.stderr) == (128 + number, "\ninterrupted; start again\n")
+    assert folder.parent == tmp_path and not list(tmp_path.iterdir())
+
+
+def test_a_break_puts_everything_back():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), tempfile.tempdir
+    with Break("interrupted"):
+        folder = Path(tempfile.mkdtemp())
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), tempfile.tempdir) == before
+    assert not folder.exists()
 
 
 def test_the_handler_raises_nothing_and_callbacks_do():

@@ -1,6 +1,7 @@
 """The console script starts itself again once, with memory kept, and only where that can work."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -55,3 +56,19 @@ def test_starts_itself_again_with_its_arguments(tmp_path):
     first, second, last = done.stdout.splitlines()
     assert done.returncode == 3 and first == second
     assert last == f"{first} {ALL} ['a b', '--x=ü', '']"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_modules_are_loaded_is_no_traceback(number, tmp_path):
+    script = (
+        "import os, sys, types\n"
+        "from trace_jax import startup\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        os.kill(os.getpid(), {int(number)}) if name == 'trace_jax.cli' else None\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "startup.main()\n"
+    )
+    environment = os.environ | {startup.OFF: "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "\ninterrupted\n")

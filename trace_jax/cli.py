@@ -13,6 +13,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from trace_jax.cli_parser import ADS_ONLY, FIXED, SCRIPTED, TRAINING, command_of
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import require_environment
 from trace_jax.recipes import distributed, shipped
-from trace_jax.recipes.interrupt import Interrupt, Interrupted
+from trace_jax.recipes.interrupt import Break, Interrupt, Interrupted
 from trace_jax.recipes.rundir import stored_config
 
 # The machine's limits, not faults of the program: reported as one line like any other bad input.
@@ -41,6 +42,7 @@ _STOPPABLE = (
     *("reproduce", "eval", "capability", "import", "export", "simulate", "inspect", "play", "certify", "fit-rules"),
     "compile",
 )
+_BREAKABLE = ("diagnose", "report")
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -186,20 +188,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _outcome(argv: list[str]) -> tuple[int, str]:
     """Runs the command; its exit status, and the line for standard error if it did not end well."""
     try:
-        # Commands that look at the request themselves; it may arrive while their modules are still being loaded.
-        with Interrupt() if command_of(argv) in _STOPPABLE else contextlib.nullcontext():
+        with _interruptible(argv):
             status = _run(argv)
         sys.stdout.flush()  # here, where a full disk can still be reported
         return status, ""
     except ConfigError as error:
         return 2, f"trace-jax: {_one_line(error)}"
-    except Interrupted as stop:
+    except Interrupted as asked:
         again = [*argv, *(["--resume"] if command_of(argv) == "simulate" and "--resume" not in argv else [])]
         goes_on = command_of(argv) in (*TRAINING, "simulate", "reproduce", "capability") or "endpoint" in argv
         verb = "continue" if goes_on else "start again"
-        return stop.status, f"interrupted; {verb} with: {stop.resume or shlex.join(['trace-jax', *again])}"
+        return asked.status, f"interrupted; {verb} with: {asked.resume or shlex.join(['trace-jax', *again])}"
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT, f"interrupted; start again with: {shlex.join(['trace-jax', *argv])}"
+        return 128 + signal.SIGINT, _start_again(argv)
     except BrokenPipeError:  # the reader of the output has seen enough
         _mute()
         return 128 + signal.SIGPIPE, ""
@@ -215,6 +216,22 @@ def _outcome(argv: list[str]) -> tuple[int, str]:
             return 2, f"trace-jax: {_MEMORY}"
         traceback.print_exc()
         return 1, f"trace-jax: failed: {_one_line(error) or type(error).__name__}"
+
+
+def _interruptible(argv: list[str]) -> contextlib.AbstractContextManager:
+    """What SIGINT and SIGTERM do during the command."""
+    command = command_of(argv)
+    if command in _STOPPABLE:  # looks at the request itself; it may arrive while modules are still being loaded
+        return Interrupt()
+    if command in _BREAKABLE:
+        return Break(_start_again(argv))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return contextlib.nullcontext()
+
+
+def _start_again(argv: list[str]) -> str:
+    return f"interrupted; start again with: {shlex.join(['trace-jax', *argv])}"
 
 
 if __name__ == "__main__":

@@ -207,15 +207,19 @@ def _leaf_type(name: str) -> Any:
     return kind
 
 
-def read_yaml(path: Path) -> Mapping[str, Any]:
-    """The mapping in a YAML file; `ConfigError` when it is missing, unreadable or not a mapping."""
+def read_yaml(path: Path, what: str = "config file") -> Mapping[str, Any]:
+    """The mapping in a YAML file; `ConfigError` when it is missing, unreadable or not a mapping.
+
+    Args:
+        what: such a file is called in messages.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"no such config file: {path}{_similar_file(Path(path))}") from None
+        raise ConfigError(f"no such {what}: {path}{_similar_file(Path(path))}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"cannot read config file {path}: {reason}") from None
+        raise ConfigError(f"cannot read {what} {path}: {reason}") from None
     try:
         data = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import sys
 from collections.abc import Mapping
 
@@ -27,6 +28,8 @@ OFF = "TRACE_JAX_KEEP_MEMORY"  # set to 0: memory goes back to the system at onc
 
 def main() -> int:
     """Runs the command of `sys.argv`; returns its exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # while modules are loaded; the command has handlers of its own
+        signal.signal(number, _stopped)
     tunables = wanted(os.environ)
     if tunables is not None and sys.executable and len(sys.orig_argv) > 1:
         # Inherited by what the command starts; the process id and open files stay.
@@ -34,6 +37,11 @@ def main() -> int:
     from trace_jax import cli
 
     return cli.main()
+
+
+def _stopped(number: int, frame: object) -> None:
+    os.write(2, b"\ninterrupted\n")
+    os._exit(128 + number)
 
 
 def wanted(environment: Mapping[str, str]) -> str | None:

@@ -10,6 +10,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import duckdb
 
@@ -299,14 +300,29 @@ def _merge_totals(
     return both
 
 
-def keep(loaded: Loaded, path: str) -> None:
-    """Writes `cells` and `totals` into a DuckDB file of their own."""
-    loaded.connection.execute(f"ATTACH {literal(path)} AS kept")
+def keep(loaded: Loaded, path: Path) -> None:
+    """Writes `cells` and `totals` into a DuckDB file of their own, which is whole or absent.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.trace-jax.partial")
+    run = loaded.connection.execute
     try:
-        for table in ("cells", "totals"):
-            loaded.connection.execute(f"CREATE TABLE kept.{quoted(table)} AS FROM {table}")
+        run(f"ATTACH {literal(str(partial))} AS kept")
+        try:
+            for table in ("cells", "totals"):
+                run(f"CREATE TABLE kept.{quoted(table)} AS FROM {table}")
+        finally:
+            run("DETACH kept")
+        partial.replace(path)
+    except (duckdb.IOException, duckdb.OutOfMemoryException, OSError) as error:
+        reason = " ".join(str(error).split("\n")[0].split())[:200]
+        raise ConfigError(f"cannot write --keep {path}: {reason}; free space or name another file") from None
     finally:
-        loaded.connection.execute("DETACH kept")
+        for left in (partial, partial.with_name(f"{partial.name}.wal")):
+            with contextlib.suppress(OSError):
+                left.unlink(missing_ok=True)
 
 
 def campaigns(loaded: Loaded) -> Mapping[str, float]:

@@ -89,7 +89,7 @@ def check_zone(name: str, where: str) -> str:
 
 def load(path: Path) -> Declared:
     """A mapping file. ConfigError for what it may not hold."""
-    data = read_yaml(path)
+    data = read_yaml(path, "mapping file")
     for key in data:
         if key not in KEYS:
             meant = nearest(str(key), KEYS)

@@ -93,7 +93,7 @@ def open_sources(
     seen: set[Path] = set()
     found: list[Source] = []
     for path in paths:
-        _check_file(path)
+        check_file(path)
         if path.resolve() in seen:
             raise ConfigError(f"{path} is named twice: its rows would count twice; name it once")
         seen.add(path.resolve())
@@ -103,7 +103,8 @@ def open_sources(
     return found
 
 
-def _check_file(path: Path) -> None:
+def check_file(path: Path) -> None:
+    """ConfigError unless there is a regular file with something in it."""
     try:
         str(path).encode()
     except UnicodeEncodeError:  # DuckDB takes no other names
@@ -170,11 +171,20 @@ def _database(path: Path, connection: duckdb.DuckDBPyConnection) -> list[Source]
         raise ConfigError(f"cannot open {path} as a DuckDB database: {_first_line(error)}") from None
     if not tables:
         raise ConfigError(f"{path} is a DuckDB database without tables: name another file")
-    found = [
-        _described(path, f"{alias}.{quoted(schema)}.{quoted(table)}", f"{path.name}:{table}", connection)
-        for schema, table in tables
+    found, broken = [], []
+    for schema, table in tables:
+        relation = f"{alias}.{quoted(schema)}.{quoted(table)}"
+        try:
+            found.append(_described(path, relation, f"{path.name}:{table}", connection))
+        except ConfigError as error:  # a view of what is no longer there
+            broken.append((table, error))
+    if not found:
+        raise broken[0][1]
+    notes = tuple(f"{table} cannot be read and is left out" for table, _ in broken)
+    return [
+        dataclasses.replace(source, attach=attach, notes=source.notes + notes * (number == 0))
+        for number, source in enumerate(found)
     ]
-    return [dataclasses.replace(source, attach=attach) for source in found]
 
 
 def _first_line(error: Exception) -> str:
@@ -191,6 +201,11 @@ def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection, report
     lines = text.replace("\r\n", "\n").replace("\r", "\n")
     if not lines.strip():
         raise ConfigError(f"{path} holds nothing but blanks: export it again")
+    if encoding.startswith("utf-16") and path.stat().st_size % 2:
+        raise ConfigError(f"{path} is UTF-16 and breaks off in the middle of a character: export it again")
+    if re.match(r'\s*(\[\s*)?\{\s*"', lines):
+        mend = f"save it as CSV or Parquet, e.g. duckdb -c \"COPY (FROM '{path.name}') TO '{path.stem}.parquet'\""
+        raise ConfigError(f"{path} is JSON: {mend}")
     delimiter, skip, names = _layout(path, lines)
     shown = literal(delimiter.replace("\t", "\\t"))
     options = [f"delim={shown}", "header=true", *([f"skip={skip}"] if skip else [])]
@@ -209,7 +224,8 @@ def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection, report
     if skip:
         notes.append(f"{skip} line{'s' * (skip > 1)} above the names left out")
     columns = ", ".join(f"{literal(n)}: 'VARCHAR'" for n in names)
-    fixed = "all_varchar=true, quote='\"', escape='\"', auto_detect=false"
+    # compression: by its name a plain file may be taken for a packed one
+    fixed = "all_varchar=true, quote='\"', escape='\"', auto_detect=false, compression='none'"
 
     def reader(more: str, file: str) -> str:
         return f"read_csv({literal(_globless(file))}, {', '.join(options)}, {fixed}, {more}, columns={{{columns}}})"
@@ -293,11 +309,15 @@ def _rows(lines: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 
 def _unique(names: Sequence[str]) -> list[str]:
     """Names as DuckDB needs them: none empty, none twice (it does not tell case apart)."""
-    seen: Counter[str] = Counter()
+    seen: set[str] = set()
     out = []
     for number, name in enumerate(names, 1):
         name = "".join(c if c.isprintable() else " " for c in name.replace("\ufeff", ""))
-        name = " ".join(name.split()) or f"column {number}"
-        seen[name.casefold()] += 1
-        out.append(name if seen[name.casefold()] == 1 else f"{name} #{seen[name.casefold()]}")
+        name = own = " ".join(name.split()) or f"column {number}"
+        times = 1
+        while own.casefold() in seen:  # by a column that is called `name #2` itself, too
+            times += 1
+            own = f"{name} #{times}"
+        seen.add(own.casefold())
+        out.append(own)
     return out

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -120,15 +121,17 @@ class Client:
             if self.closing.is_set():
                 break
             if attempt < server.retries:
+                if wait is None:  # minutes may pass; a server that asks for time is at work
+                    tries = f"up to {server.retries} more tries"
+                    warnings.warn(f"{server.url} does not answer ({_reason(last)}): {tries}", stacklevel=2)
                 waited = max(waited, self._pause(attempt, wait))
         if isinstance(last, Unreadable):
             raise last
         if self.closing.is_set():
             raise Closed
-        reason = getattr(last, "reason", None) or last
         raise ConfigError(
             f"`{server.section}.{server.url_field}` {server.url} did not answer after {server.retries + 1} tries "
-            f"({reason}): mend that and give the command again"
+            f"({_reason(last)}): mend that and give the command again"
             + (f", {server.kept} so far are kept" if server.kept else "")
         )
 
@@ -173,6 +176,10 @@ class Client:
         where = f"`{server.section}.{server.url_field}` {server.url}"
         body = error.read(_SHOWN).decode(errors="replace")
         return Refused(f"{where} refuses ({error.code} {error.reason}): {mend}", error.code, body)
+
+
+def _reason(error: Exception | None) -> object:
+    return getattr(error, "reason", None) or error
 
 
 def message_of(reply: Any) -> dict[str, Any]:

@@ -71,10 +71,12 @@ def command(config: RunConfig, asked: Asked) -> dict[str, Any]:
     """
     agent = diagnose_agents.named(asked.agent, asked.run_dir)
     _check(config, asked, agent)
+    for path in asked.files:
+        sources.check_file(path)
     view = View()
     progress = Progress()
     with reading(progress, asked.files) as show:
-        digests = {path: digest(path, show) for path in asked.files if path.is_file()}
+        digests = {path: digest(path, show) for path in asked.files}
     try:
         with loading.database() as connection:
             result, page = _diagnose(config, asked, agent, (connection, progress), view)
@@ -88,6 +90,9 @@ def command(config: RunConfig, asked: Asked) -> dict[str, Any]:
     with reading(progress, asked.files) as show:
         changed = [path for path, before in digests.items() if digest(path, show) != before]
     for path in changed:
+        for made in (asked.write_mapping, asked.keep):  # of rows that are no longer those of the file
+            if made is not None:
+                made.unlink(missing_ok=True)
         raise ConfigError(f"{path} was changed by another program while it was read: run the command again")
     if page is not None:
         said = diagnosis.build(page, {str(path): found for path, found in digests.items()})
@@ -100,12 +105,19 @@ def _check(config: RunConfig, asked: Asked, agent: str) -> None:
     if (asked.before is None) != (asked.after is None):
         missing = "--after" if asked.after is None else "--before"
         raise ConfigError(f"{missing} is missing: give both windows, or none to have them proposed")
+    for flag, window in (("--before", asked.before), ("--after", asked.after)):
+        if window is not None:
+            windows.parse(window, flag)
     diagnose_agents.check(config, agent, asked.send)
     for flag, path in (("--write-mapping", asked.write_mapping), ("--keep", asked.keep)):
         if path is not None and path.exists():
             raise ConfigError(f"{flag} {path} exists: name a new file, nothing is overwritten")
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {flag} {path}: there is no directory {path.parent}; make it first")
     if asked.html is None:
         return
+    if asked.html.resolve() in [path.resolve() for path in asked.files]:
+        raise ConfigError(f"--html {asked.html} is one of the tables: name another file")
     if asked.write_mapping is not None:
         raise ConfigError("--write-mapping stops before there is an answer: leave --html out")
     if asked.keep is not None and asked.keep.resolve() == asked.html.resolve():
@@ -149,8 +161,7 @@ def _diagnose(
     words = _words(loaded, declared)
     view.windows(compared, words)
     if asked.keep is not None:
-        with disk(asked.keep):
-            loading.keep(loaded, str(asked.keep))
+        loading.keep(loaded, asked.keep)
     asks, investigations, analyst = _investigate(config, asked, agent, (loaded, words, compared, found), view)
     benign = limits.within_the_market(loaded, found, compared)
     rules = (words, report, limits.lookalikes(loaded, found), benign)

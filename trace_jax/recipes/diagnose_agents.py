@@ -191,8 +191,7 @@ def _policy(
         else:
             run = stack.enter_context(RunDirectory.open(run_dir, lock=False))
             run.config = config
-        interrupt = stack.enter_context(Interrupt())
-        work = Workspace(run, Progress(), interrupt)
+        work = Workspace(run, Progress(), Interrupt())  # which nobody asks: the command ends at once (`Break`)
         if agent == shipped.AGENT:
             work.furnish()
             params = work.initial_params
@@ -204,7 +203,6 @@ def _policy(
 
             def report(done: int, _: int) -> None:
                 bar.update(done * samples)
-                interrupt.check()
 
             found = evaluate_policy(
                 work.engine,
@@ -239,9 +237,9 @@ def _endpoint(environment: CaseEnvironment, config: RunConfig, view: View) -> li
     agent = Prompted(config.endpoint, config.evaluation, seed=config.seed, kept="")
     found: dict[int, Investigation] = {}
     used = {"requests": 0, "tokens_in": 0, "tokens_out": 0}
-    with Interrupt() as interrupt, progress.bar(f"{config.endpoint.model} investigates", samples) as bar:
+    with progress.bar(f"{config.endpoint.model} investigates", samples) as bar:
         workers = min(config.endpoint.workers, samples)
-        for talk in attempts(agent, environment, [(0, s) for s in range(samples)], workers, interrupt.check):
+        for talk in attempts(agent, environment, [(0, s) for s in range(samples)], workers):
             found[talk.sample] = Investigation(calls_of(talk.messages), talk.answer)
             used = {name: count + getattr(talk.usage, name) for name, count in used.items()}
             bar.update(len(found))

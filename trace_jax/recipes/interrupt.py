@@ -16,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -74,13 +76,7 @@ class Interrupt:
             os.write(2, b"\nstopping after this step; once more aborts at once\n")
             return
         # Checkpoints are written beside and renamed, so ending here loses at most the steps since the last one.
-        os.write(2, b"\naborted\n")
-        for child in multiprocessing.active_children():
-            child.kill()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # the signal may have arrived in the middle of a write
-                stream.flush()
-        os._exit(128 + number)
+        _end(number, "aborted")
 
     def agree(self) -> bool:
         """Whether to stop here, the same answer in every process; all call it at the same steps.
@@ -119,6 +115,56 @@ class Interrupt:
         if not several():
             return self.signal
         return (self.signal or distributed.announced()) if getattr(self._own, "alone", False) else self._agreed
+
+
+class Break:
+    """Ends the process on SIGINT and SIGTERM, at once and wherever it is: for commands that keep nothing half-way.
+
+    `KeyboardInterrupt` does not do: raised in a callback of a library's, such as the one by which JAX hears of garbage
+    collections, it is printed and forgotten, and the command goes on; raised on the way back through C++ it aborts.
+    Temporary files of the command lie in one folder, which is removed.
+
+    Args:
+        line: what is said.
+    """
+
+    def __init__(self, line: str):
+        self._line = line
+        self._previous: dict[int, object] = {}
+        self._temporary: str | None = None
+        self._before: str | None = None
+
+    def __enter__(self) -> Break:
+        self._before = tempfile.tempdir
+        with contextlib.suppress(OSError):  # nowhere to write: most of these commands need nothing there
+            self._temporary = tempfile.tempdir = tempfile.mkdtemp(prefix="trace-jax-")
+        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        tempfile.tempdir = self._before
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _receive(self, number: int, frame) -> None:
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        _end(number, self._line)
+
+
+def _end(number: int, line: str) -> None:
+    """Ends the process from a signal's handler."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the signal may have arrived in the middle of a write
+            stream.flush()
+    with contextlib.suppress(OSError):
+        show_cursor = b"\x1b[?25h" if os.isatty(2) else b""  # progress bars hide it
+        os.write(2, show_cursor + f"\n{line}\n".encode())
+    os._exit(128 + number)
 
 
 def ignore_in_worker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -30,11 +31,13 @@ def check_target(out: Path, *, ours: bool = False, flag: str = "--out") -> None:
         page = out.is_file() and (ours or MARK in out.read_bytes()[:4096].decode(errors="replace"))
         if out.exists() and not page:
             raise ConfigError(f"{flag} {out} exists and is no page of trace-jax: choose another file")
-        out.parent.mkdir(parents=True, exist_ok=True)
+        place = next(folder for folder in out.absolute().parents if folder.exists())  # the rest is made with the page
     except OSError as error:
         raise _unwritable(out, error, flag) from None
-    if not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"cannot write {out}: no permission in {out.parent}; choose another {flag}")
+    if not place.is_dir():
+        raise ConfigError(f"cannot write {out}: {place} is no directory; choose another {flag}")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write {out}: no permission in {place}; choose another {flag}")
 
 
 def put(out: Path, page: str, *, ours: bool = False, flag: str = "--out") -> Path:
@@ -46,9 +49,11 @@ def put(out: Path, page: str, *, ours: bool = False, flag: str = "--out") -> Pat
     check_target(out, ours=ours, flag=flag)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(page, encoding="utf-8")
         os.replace(partial, out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise _unwritable(out, error, flag) from None
     return out
