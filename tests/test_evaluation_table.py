@@ -1,7 +1,10 @@
 """The result table: right numbers in right columns, the paper's figures kept apart."""
 
+import dataclasses
 import io
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from trace_jax.config import EvaluationConfig
@@ -71,3 +74,20 @@ def test_rich_table_prints_every_row():
     text = out.getvalue()
     assert all(label in text for label, _, _ in metrics.ROWS) and "0.757" in text
     assert "[" not in text.split("FullAttr@1", 2)[-1].split("\n")[0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.text("ab", max_size=30), min_size=1, max_size=8), st.integers(1, 120))
+def test_a_wide_table_is_shown_in_pieces(columns, width):
+    """Every column once and in order, all labels beside each, and no line longer than the width but for one column."""
+    whole = table.ResultTable(
+        tuple(columns), (("SFT", tuple(c[:3] for c in columns)), ("RL", tuple(columns))), ("note",)
+    )
+    pieces = table.parts(whole, width)
+    assert [c for piece in pieces for c in piece.columns] == columns
+    assert all([label for label, _ in piece.rows] == ["SFT", "RL"] for piece in pieces)
+    assert [c for piece in pieces for c in piece.rows[1][1]] == columns
+    assert [piece.notes for piece in pieces] == [()] * (len(pieces) - 1) + [("note",)]
+    for piece in pieces:
+        lines = table.plain_text(dataclasses.replace(piece, notes=())).splitlines()
+        assert max(map(len, lines)) <= width or len(piece.columns) == 1

@@ -11,6 +11,8 @@ from rich.table import Table
 from trace_jax.evaluation import paper as reported
 from trace_jax.evaluation.kinds import KINDS, kind_of
 
+PLAIN_WIDTH = 120  # characters of a line in logs and files
+
 LABELS = {
     "untrained": "untrained",
     **{name: name for kind in KINDS.values() for name in (*kind.agents, *kind.rivals)},
@@ -76,24 +78,51 @@ def build(agents: Mapping[str, Mapping], *, intervals: bool = True, paper: bool 
     return ResultTable(tuple(name for name, _ in columns), rows, tuple(notes), title)
 
 
+def parts(table: ResultTable, width: int, edges: int = 2) -> list[ResultTable]:
+    """The table in pieces of whole columns, each with all labels and no wider than `width` characters where that can
+    be; the notes are the last one's.
+
+    Args:
+        edges: characters between two columns.
+    """
+    lines = [(table.corner, *table.columns), *((label, *cells) for label, cells in table.rows)]
+    first, *widths = [max(len(line[i]) for line in lines) + edges for i in range(len(lines[0]))]
+    groups: list[list[int]] = [[]]
+    for number, wide in enumerate(widths):
+        if groups[-1] and first + sum(widths[i] for i in groups[-1]) + wide > width:
+            groups.append([])
+        groups[-1].append(number)
+    return [
+        ResultTable(
+            tuple(table.columns[i] for i in own),
+            tuple((label, tuple(cells[i] for i in own)) for label, cells in table.rows),
+            table.notes if own is groups[-1] else (),
+            table.title if own is groups[0] else "",
+            table.corner,
+        )
+        for own in groups
+    ]
+
+
 def rich_table(table: ResultTable) -> Table:
     """The table for a terminal; notes become its caption."""
-    out = Table(title=table.title, caption="\n".join(table.notes) or None)
+    out = Table(title=table.title or None, caption="\n".join(table.notes) or None)
     out.add_column(table.corner, no_wrap=True)
     for name in table.columns:
-        out.add_column(name, justify="right")
+        out.add_column(name, justify="right", no_wrap=True)
     for label, cells in table.rows:
         out.add_row(label, *cells)
     return out
 
 
 def show(table: ResultTable) -> None:
-    """Prints the table, as plain text when stdout is not a terminal."""
+    """Prints the table in as many pieces as the width asks for, as plain text when stdout is not a terminal."""
     console = Console()
     if console.is_terminal:
-        console.print(rich_table(table))
+        for part in parts(table, console.width - 1, edges=3):
+            console.print(rich_table(part))
     else:
-        print(plain_text(table))
+        print("\n\n".join(map(plain_text, parts(table, PLAIN_WIDTH))))
 
 
 def plain_text(table: ResultTable) -> str:
