@@ -87,6 +87,24 @@ def test_memory_is_divided_as_the_mesh_divides_it():
     assert apart["total"] == max(apart["learner"], apart["sampler"]) and apart["sampler_parameters"] > 0
 
 
+def test_a_reference_of_turn_credit_that_is_the_anchor_of_the_penalty_is_held_once():
+    def probed(**grpo):
+        turns = dataclasses.replace(CONFIG.grpo.turn_credit, enabled=True, reference=grpo.pop("reference", ""))
+        return dataclasses.replace(CONFIG, grpo=dataclasses.replace(CONFIG.grpo, turn_credit=turns, **grpo))
+
+    mesh = AbstractMesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"))
+
+    def held(config):
+        found = estimate(config, VOCABULARY, mesh, mesh)
+        return [found[name] // found["parameters"] for name in ("reference", "probe_reference")]
+
+    assert held(CONFIG) == [0, 0] and held(probed()) == [0, 1]
+    assert held(probed(kl_coefficient=0.1)) == [1, 0]
+    assert held(probed(kl_coefficient=0.1, reference="runs/other")) == [1, 1]
+    apart = dataclasses.replace(probed(kl_coefficient=0.1), mesh=dataclasses.replace(CONFIG.mesh, rollout_devices=1))
+    assert held(apart) == [1, 1]
+
+
 def trajectory(turns, status="truncated", length=None, turn_tokens=3):
     """Two tokens of prompt, then turns of `turn_tokens` sampled ones, each but the last with an observation of two."""
     index = [-1, -1]

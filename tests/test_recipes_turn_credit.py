@@ -86,6 +86,23 @@ def test_measuring_alone_changes_nothing(smoke, tmp_path):
 
 
 @pytest.mark.slow
+def test_one_copy_serves_the_penalty_and_turn_credit(smoke, tmp_path, monkeypatch):
+    """The arrays that the KL penalty pulls to are the probe's own, and the probe says what it says with a copy."""
+    source, _ = smoke
+    argv = ["grpo", "--init", source, "--grpo.steps", 1, "--grpo.validation_episodes", 0, "--grpo.keep_best", 0, *ON]
+    run(*argv, "--run-dir", tmp_path / "copy")
+    held = []
+    made, update = grpo.TurnProbe.__init__, grpo.update
+    monkeypatch.setattr(grpo.TurnProbe, "__init__", lambda probe, *a, **k: made(probe, *a, **k) or held.append(probe))
+    monkeypatch.setattr(grpo, "update", lambda *a, **k: held.append(a[4]) or update(*a, **k))
+    run(*argv, "--grpo.kl_coefficient", 1e-3, "--run-dir", tmp_path / "shared")
+    probe, anchor = held
+    assert probe._probe._params is anchor
+    copy, shared = (read_parquet(tmp_path / n / "trajectories" / "grpo-000001.parquet") for n in ("copy", "shared"))
+    assert [t.probes for t in copy] == [t.probes for t in shared]
+
+
+@pytest.mark.slow
 def test_another_run_as_reference(smoke, tmp_path, capsys):
     """Its newest policy is copied and stays the reference; one that reads other tokens is refused."""
     source, _ = smoke

@@ -121,10 +121,20 @@ class Probe:
     One program is compiled for each shape of a micro-batch (`compilations`).
     """
 
-    def __init__(self, score_fn: ScoreFn, params: Any, mesh: Mesh, axes: Any, config: BatchConfig, frozen: Any = None):
+    def __init__(
+        self,
+        score_fn: ScoreFn,
+        params: Any,
+        mesh: Mesh,
+        axes: Any,
+        config: BatchConfig,
+        frozen: Any = None,
+        *,
+        shared: bool = False,
+    ):
         """
         Args:
-            params: of the reference; copied.
+            params: of the reference; copied, unless they are `shared`: on the mesh already, and kept by others.
             axes: tree of the parameters with the logical axis names of each.
             config: shapes of the micro-batches.
             frozen: arrays on the mesh that others use, too, as the base of adapters. `score_fn` is then given the pair
@@ -132,10 +142,8 @@ class Probe:
         """
         self._mesh, self._config = mesh, config
         self._ways = mesh.shape["data"] * mesh.shape["fsdp"]
-        self._params = sharding.place(params, sharding.shardings(params, axes, mesh))
-
+        self._params = params if shared else sharding.place(params, sharding.shardings(params, axes, mesh))
         self._frozen = frozen
-
         self._scores = scoring(score_fn, mesh)
 
     def __call__(self, questions: Sequence[Question]) -> list[Float[np.ndarray, " T+1"]]:

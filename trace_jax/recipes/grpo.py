@@ -31,7 +31,7 @@ from trace_jax.recipes.interrupt import Interrupted
 from trace_jax.recipes.phases import PhaseTimer
 from trace_jax.recipes.profile import Profiler
 from trace_jax.recipes.rundir import writing
-from trace_jax.recipes.turn_probe import TurnProbe, reference
+from trace_jax.recipes.turn_probe import TurnProbe, is_anchor, reference
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.trajectory import Trajectory, write_parquet
@@ -54,7 +54,11 @@ def train(work: Workspace, profile: int = 0) -> dict[str, float | None]:
     start_params = work.start_params
     total = config.steps * config.iterations
     learner = work.learner(grpo_objective(config), config.optimizer, total, Sampling.of(work.config.rollout))
-    probe = TurnProbe(work, reference(work, start_params)) if config.turn_credit.enabled else None
+    anchor = learner.place(start_params) if config.kl_coefficient else None
+    probe = None
+    if config.turn_credit.enabled:
+        shared = is_anchor(work.config)
+        probe = TurnProbe(work, anchor if shared else reference(work, start_params), shared=shared)
     if probe is not None:
         probe.check(work.environment("train"))
     with work.store(STAGE) as store, Generation(work, STAGE, probe) as generation:
@@ -74,7 +78,6 @@ def train(work: Workspace, profile: int = 0) -> dict[str, float | None]:
             extra.get("pending", {}),
             state.params,
         )
-        anchor = learner.place(start_params) if config.kl_coefficient else None
         del start_params
         loop = _Loop(work, learner, store, generation, state, anchor, total)
         loop.saved = start if restored else None

@@ -22,6 +22,7 @@ from trace_jax.learner import packing, sharding
 from trace_jax.policy import lora
 from trace_jax.policy.cache import default_block
 from trace_jax.policy.transformer import Transformer, logical_axes
+from trace_jax.recipes.turn_probe import is_anchor
 
 FLOAT = 4  # bytes of a parameter, of a moment and of a score
 SCORE_CHUNK = 1024  # tokens of a device whose scores over the vocabulary exist at once (`policy.logprobs`)
@@ -82,8 +83,8 @@ def estimate(config: RunConfig, vocab_size: int, learner: Mesh, sampler: Mesh) -
         Learner: `parameters`, `moments` (Adam's two), `gradients` (accumulated, and those of a micro-batch),
         `activations` of a micro-batch, `scores` over the vocabulary, `batch`, `reference` (the policy that the KL
         penalty pulls to), `versions` (earlier parameters that are still sampled with). Sampler: `sampler_parameters` (0
-        when it reads the learner's), `kv_cache` with every slot full, `sampling` (scores of a decoding step). `learner`
-        and `sampler` are their sums, `total` what the fullest device needs.
+        when it reads the learner's), `probe_reference` (of turn credit), `kv_cache` with every slot full, `sampling`
+        (scores of a decoding step). `learner` and `sampler` are their sums, `total` what the fullest device needs.
     """
     sizes, trained = Sizes.of(config, vocab_size), Sizes.trained(config, vocab_size)
     held = trained.bytes_on(learner)
@@ -98,7 +99,12 @@ def estimate(config: RunConfig, vocab_size: int, learner: Mesh, sampler: Mesh) -
     sampling = _sampling(config, vocab_size, sampler)
     apart = sampler is not learner
     copies = apart or learner.size > 1
-    sampling = {"sampler_parameters": sizes.bytes_on(sampler, gathered=True) if copies else 0, **sampling}
+    own = config.grpo.turn_credit.enabled and not is_anchor(config)
+    sampling = {
+        "sampler_parameters": sizes.bytes_on(sampler, gathered=True) if copies else 0,
+        "probe_reference": trained.bytes_on(sampler) if own else 0,
+        **sampling,
+    }
     sums = {"learner": sum(learning.values()), "sampler": sum(sampling.values())}
     total = max(sums.values()) if apart else sum(sums.values())
     return {**learning, **sampling, **sums, "total": total}

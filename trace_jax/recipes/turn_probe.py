@@ -31,11 +31,12 @@ STAGE = "reference"  # its folder among the checkpoints, if it is the policy of 
 class TurnProbe:
     """Asks a frozen policy for the gold answer after every tool turn. Thread-safe: it has no state."""
 
-    def __init__(self, work: Workspace, params: Params):
+    def __init__(self, work: Workspace, params: Params, *, shared: bool = False):
         """
         Args:
             params: of the reference; copied to the sampler's devices, which are free while others learn. The base of
                 adapters is shared with the learner, unless the sampler has devices of its own.
+            shared: `params` are on these devices already, see `is_anchor`.
         """
         self._chat, self._context = work.chat, work.config.rollout.context
         scores = transformer_scores(nnx.graphdef(work.model))
@@ -45,7 +46,7 @@ class TurnProbe:
         if frozen is not None and work.sampling_mesh is not work.mesh:
             axes = lora.Frozen(logical_axes(work.model), ("",))
             frozen = sharding.place(frozen, sharding.shardings(frozen, axes, work.sampling_mesh))
-        self._probe = Probe(scores, params, work.sampling_mesh, work.axes, batches, frozen)
+        self._probe = Probe(scores, params, work.sampling_mesh, work.axes, batches, frozen, shared=shared)
 
     def check(self, environment: Environment) -> None:
         """Refuses, before anything is sampled, rows in which the longest trajectory and an answer do not fit.
@@ -82,6 +83,14 @@ class TurnProbe:
         found = [tuple(values.tolist()) for values in self._probe(questions)]
         probed = [dataclasses.replace(t, probes=p) for t, p in zip(trajectories, found, strict=True)]
         return probed, time.perf_counter() - begun
+
+
+def is_anchor(config: RunConfig) -> bool:
+    """Whether the reference is the policy that the KL penalty pulls to and lies on the same devices: then one copy
+    serves both."""
+    grpo = config.grpo
+    alone = not grpo.turn_credit.reference and not config.mesh.rollout_devices
+    return grpo.turn_credit.enabled and bool(grpo.kl_coefficient) and alone
 
 
 def reference(work: Workspace, start: Params) -> Params:

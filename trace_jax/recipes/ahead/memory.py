@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from trace_jax.config import ConfigError
 from trace_jax.policy.quantised import in_use
 from trace_jax.recipes.ahead.programs import BLOCK, Job, bytes_of
+from trace_jax.recipes.turn_probe import is_anchor
 from trace_jax.rollout.programs import cache_like
 
 LEARNER = ("parameters", "base", "moments", "gradients", "batch", "reference", "versions")
@@ -41,7 +42,7 @@ def resident(job: Job) -> tuple[dict[str, int], str | None]:
         "batch": 2 * batch,
         "reference": held if config.grpo.kl_coefficient else 0,
         "versions": (config.grpo.staleness + 1) * held if config.grpo.staleness else 0,
-        "probe_reference": held if config.grpo.turn_credit.enabled else 0,
+        "probe_reference": held if config.grpo.turn_credit.enabled and not is_anchor(config) else 0,
     }
     try:
         return found | _lane(job), None
