@@ -214,14 +214,10 @@ def _by_values(
 ) -> dict[str, str]:
     """Dimensions among columns of unknown names: those whose values mostly are known ones of the dimension."""
     found: dict[str, str] = {}
-    for column in columns:
-        if source.types[source.columns.index(column)] != "VARCHAR":
-            continue
-        query = f"SELECT DISTINCT {reading.text_of(column)} v FROM (SELECT * FROM {source.relation} LIMIT 50000)"
-        values = [r[0] for r in connection.execute(f"{query} LIMIT {FEW_VALUES + 1}").fetchall() if r[0] is not None]
-        if not 2 <= len(values) <= FEW_VALUES:
-            continue
-        for dimension in dimensions:
+    texts = [c for c in columns if source.types[source.columns.index(c)] == "VARCHAR"] if dimensions else []
+    few = reading.few_values(connection, source.relation, texts, first=50_000, most=FEW_VALUES)
+    for column, values in few.items():
+        for dimension in dimensions if len(values) >= 2 else ():
             known = {w for v in values if (w := synonyms.word_of(dimension, v)) is not None}
             if dimension not in found and len(known) >= 2 and 2 * len(known) >= len(values):
                 found[dimension] = column

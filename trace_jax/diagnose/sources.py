@@ -29,6 +29,8 @@ MOST_BROKEN = 10_000  # lines that are counted
 FEW_BROKEN = 0.05  # share of the lines that may be left out
 _LENIENT = "strict_mode=false, ignore_errors=true, null_padding=true"
 HEAD_LINES = 40  # among which the line of names must be
+MOST_COLUMNS = 5_000  # a line with more cells lacks its line ends, or has another delimiter
+SCORED = 200  # cells of a line that are looked at to tell whether it is the one of names
 _DELIMITERS = (",", "\t", ";", "|")
 _MAGIC = (
     (b"\x1f\x8b", "a gzip archive: unpack it first"),
@@ -267,14 +269,20 @@ def _layout(path: Path, lines: str) -> tuple[str, int, list[str]]:
         widths = Counter(len(r) for _, r in rows if len(r) > 1)
         width = widths.most_common(1)[0][0] if widths else 1
         for line, row in head:
-            known = sum(synonyms.field_of(c) is not None or synonyms.is_derived(c) for c in row)
+            cells = row[:SCORED]
+            known = sum(synonyms.field_of(c) is not None or synonyms.is_derived(c) for c in cells)
             fits = len(row) == width and len(row) > 1
-            numbers = sum(bool(re.fullmatch(r"[\s$€£¥%.,\d+-]*\d[\s$€£¥%.,\d+-]*", c)) for c in row)
+            numbers = sum(bool(re.fullmatch(r"[\s$€£¥%.,\d+-]*\d[\s$€£¥%.,\d+-]*", c)) for c in cells)
             score = known + 2.0 * fits - 2.0 * numbers + 0.001 * len(row) - 0.01 * line
             if len(row) > 1 and (best is None or score > best[0]):
                 best = score, delimiter, line, row
     if best is None:
         raise ConfigError(f"{path} has no line of column names: it must be a table with commas, tabs or semicolons")
+    if len(best[3]) > MOST_COLUMNS:
+        raise ConfigError(
+            f"{path} has more than {MOST_COLUMNS:,} cells in line {best[2] + 1}, which is too many for a table: its line "
+            "ends may be lost; export it again, or only the columns that are needed"
+        )
     return best[1], best[2], _unique(best[3])
 
 
