@@ -22,7 +22,7 @@ import duckdb
 from trace_jax.config import ConfigError
 from trace_jax.diagnose import synonyms
 from trace_jax.diagnose.encodings import DUCKDB, ICONV, Report, encoding_of, nothing, prepared, utf8_copy
-from trace_jax.diagnose.user_files import reading
+from trace_jax.diagnose.user_files import check_lines, reading
 
 SAMPLE = 1 << 20  # bytes from which encoding, delimiter and header are told
 MOST_BROKEN = 10_000  # lines that are counted
@@ -194,6 +194,7 @@ def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection, report
     if not lines.strip():
         raise ConfigError(f"{path} holds nothing but blanks: export it again")
     delimiter, skip, names = _layout(path, lines)
+    check_lines(path, delimiter, len(names), report)
     shown = literal(delimiter.replace("\t", "\\t"))
     options = [f"delim={shown}", "header=true", *([f"skip={skip}"] if skip else [])]
     notes, read, again, prepare = [], str(path), str(path), ""
