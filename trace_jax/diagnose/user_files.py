@@ -83,7 +83,7 @@ def _check_line(path: Path, line: bytes, table: tuple[bytes, int], position: int
     else:
         return
     number = _lines_before(path, position) + 1
-    raise ConfigError(f"{path}: line {number:,} {found}: its line end may be lost; take it out, or export the file again")
+    raise ConfigError(f"{path}: line {number:,} {found}: its line end may be lost; take it out, or export again")
 
 
 def _last_end(block: bytes, start: int, end: int) -> int:

@@ -21,6 +21,7 @@ from trace_jax.diagnose import (
     quality,
     series,
     sources,
+    spans,
     synonyms,
     tables,
     windows,
@@ -118,6 +119,7 @@ def _diagnose(
 ) -> tuple[dict[str, Any], diagnosis.Told | None]:
     """What `--json` prints, and what a page is made of if one was asked for."""
     connection, progress = where
+    given = _given(asked)
     declared = mapping.load(asked.mapping) if asked.mapping is not None else mapping.Declared()
     if asked.timezone is not None:
         zone = mapping.check_zone(asked.timezone, "--timezone")
@@ -142,10 +144,11 @@ def _diagnose(
         )
     campaign = series.choose(loaded, asked.campaign)
     series.split(loaded, campaign)
+    spans.bound(loaded, given and (given[0][0], given[1][1]))
     found = series.series(loaded, campaign)
-    report = quality.report(loaded, found, asked.lag)
+    report = quality.report(loaded, found, asked.lag, given and given[1][0])
     view.quality(report)
-    compared = _windows(asked, found, report)
+    compared = _windows(given, found, report)
     words = _words(loaded, declared)
     view.windows(compared, words)
     if asked.keep is not None:
@@ -272,11 +275,20 @@ def _words(loaded: loading.Loaded, declared: mapping.Declared) -> list[vocabular
     return _all_words(loaded, declared, "mine")
 
 
-def _windows(asked: Asked, found: series.Series, report: quality.Report) -> windows.Windows:
-    days = found.days - report.incomplete
+def _given(asked: Asked) -> tuple[windows.Span, windows.Span] | None:
+    """The windows that the user gave, if any."""
     if asked.before is None or asked.after is None:
+        return None
+    return windows.parse(asked.before, "--before"), windows.parse(asked.after, "--after")
+
+
+def _windows(
+    given: tuple[windows.Span, windows.Span] | None, found: series.Series, report: quality.Report
+) -> windows.Windows:
+    days = found.days - report.incomplete
+    if given is None:
         return windows.propose(found, days)
-    before, after = windows.parse(asked.before, "--before"), windows.parse(asked.after, "--after")
+    before, after = given
     last = found.date(days - 1)
     if report.incomplete and after[0] <= last < after[1]:
         after = after[0], last
