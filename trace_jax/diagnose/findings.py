@@ -305,8 +305,13 @@ def parts(found: Series, windows: Windows) -> list[Parts]:
     return out
 
 
+def _finite(value: Any) -> Any:
+    """A value that JSON has: it has no infinity and no NaN."""
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
 def as_json(loaded: Loaded, diagnosis: Diagnosis, found: Sequence[Evidence], opens: Sequence[str]) -> Mapping[str, Any]:
-    """For `--json`."""
+    """For `--json`; null stands for numbers that are not finite."""
     return {
         "evidence_setup": loaded.setup,
         "cause": diagnosis.cause,
@@ -322,7 +327,12 @@ def as_json(loaded: Loaded, diagnosis: Diagnosis, found: Sequence[Evidence], ope
         "second_opinion": diagnosis.second or None,
         "others": [{"answer": text, "votes": n} for text, n in diagnosis.others],
         "evidence": [
-            {"title": e.title, "sql": e.sql, "columns": list(e.columns), "rows": [list(r) for r in e.rows]}
+            {
+                "title": e.title,
+                "sql": e.sql,
+                "columns": list(e.columns),
+                "rows": [list(map(_finite, r)) for r in e.rows],
+            }
             for e in found
         ],
         "not_checked": list(opens),

@@ -281,8 +281,8 @@ def _layout(path: Path, lines: str) -> tuple[str, int, list[str]]:
         raise ConfigError(f"{path} has no line of column names: it must be a table with commas, tabs or semicolons")
     if len(best[3]) > MOST_COLUMNS:
         raise ConfigError(
-            f"{path}: line {best[2] + 1} has more than {MOST_COLUMNS:,} cells: its line end may be lost; export again, or "
-            "only the columns that are needed"
+            f"{path}: line {best[2] + 1} has more than {MOST_COLUMNS:,} cells: its line end may be lost; export again, "
+            "or only the columns that are needed"
         )
     return best[1], best[2], _unique(best[3])
 

@@ -97,7 +97,7 @@ def propose(found: Series, last: int | None = None) -> Windows:
     there = int(found.present[:days].sum())
     if there < least:
         held = f"one day ({found.first})" if there == 1 else f"{there} days"
-        cut = f" before the last {found.days - days}, which are left out (--lag)," if days < found.days else ""
+        cut = f" without the last {found.days - days} (--lag)" if days < found.days else ""
         raise ConfigError(
             f"the tables hold {held} of campaign {found.campaign!r}{cut}: a diagnosis needs at least {least} to compare"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import duckdb
 
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.diagnose import declared as declarations
 from trace_jax.diagnose import (
     doubts,
     findings,
@@ -120,9 +121,9 @@ def _diagnose(
     """What `--json` prints, and what a page is made of if one was asked for."""
     connection, progress = where
     given = _given(asked)
-    declared = mapping.load(asked.mapping) if asked.mapping is not None else mapping.Declared()
+    declared = declarations.load(asked.mapping) if asked.mapping is not None else declarations.Declared()
     if asked.timezone is not None:
-        zone = mapping.check_zone(asked.timezone, "--timezone")
+        zone = declarations.check_zone(asked.timezone, "--timezone")
         declared = dataclasses.replace(declared, timezone=zone)
     with reading(progress, asked.files, connection) as show:
         opened = sources.open_sources(asked.files, connection, show)
@@ -134,6 +135,8 @@ def _diagnose(
         _confirm()
     with reading(progress, asked.files, connection):
         loaded = loading.load(plans, connection, left_out)
+    held = {d: [r[0] for r in loaded.ask(f"SELECT DISTINCT {d} FROM cells")] for d in loaded.dimensions}
+    loaded.problems.extend(declarations.absent(declared, held))
     if asked.write_mapping is not None:
         return _template(asked.write_mapping, loaded, declared, view), None
     if not loaded.dimensions and (names := limits.maybe_dimensions(loaded)) and not _declined(declared):
@@ -234,7 +237,7 @@ def _investigate(
         environment.close()
 
 
-def _declined(declared: mapping.Declared) -> bool:
+def _declined(declared: declarations.Declared) -> bool:
     """Whether the user said that there is no such dimension."""
     return any(declared.columns.get(d, "") is None for d in synonyms.DIMENSIONS)
 
@@ -255,7 +258,7 @@ def _confirm() -> None:
         )
 
 
-def _template(path: Path, loaded: loading.Loaded, declared: mapping.Declared, view: View) -> dict[str, Any]:
+def _template(path: Path, loaded: loading.Loaded, declared: declarations.Declared, view: View) -> dict[str, Any]:
     words = {w.dimension: w.of for w in _all_words(loaded, declared)}
     with disk(path):
         replace(path, mapping.template(loaded.plans, words, declared).encode())
@@ -263,7 +266,7 @@ def _template(path: Path, loaded: loading.Loaded, declared: mapping.Declared, vi
     return {"mapping": str(path)}
 
 
-def _all_words(loaded: loading.Loaded, declared: mapping.Declared, table: str = "cells") -> list[vocabulary.Words]:
+def _all_words(loaded: loading.Loaded, declared: declarations.Declared, table: str = "cells") -> list[vocabulary.Words]:
     out = []
     for dimension in loaded.dimensions:
         sums = dict(loaded.ask(f"SELECT {dimension}, coalesce(sum(impressions), 0) FROM {table} GROUP BY 1"))
@@ -271,7 +274,7 @@ def _all_words(loaded: loading.Loaded, declared: mapping.Declared, table: str = 
     return out
 
 
-def _words(loaded: loading.Loaded, declared: mapping.Declared) -> list[vocabulary.Words]:
+def _words(loaded: loading.Loaded, declared: declarations.Declared) -> list[vocabulary.Words]:
     return _all_words(loaded, declared, "mine")
 
 
