@@ -274,7 +274,7 @@ def _layout(path: Path, lines: str) -> tuple[str, int, list[str]]:
             known = sum(synonyms.field_of(c) is not None or synonyms.is_derived(c) for c in cells)
             fits = len(row) == width and len(row) > 1
             numbers = sum(bool(re.fullmatch(r"[\s$€£¥%.,\d+-]*\d[\s$€£¥%.,\d+-]*", c)) for c in cells)
-            score = known + 2.0 * fits - 2.0 * numbers + 0.001 * len(row) - 0.01 * line
+            score = known + 2.0 * fits - 2.0 * numbers + 0.001 * len(cells) - 0.01 * line
             if len(row) > 1 and (best is None or score > best[0]):
                 best = score, delimiter, line, row
     if best is None:
