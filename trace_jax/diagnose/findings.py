@@ -94,7 +94,8 @@ def conclude(
         alike: what these tables cannot tell from a cause, by cause; see `lookalikes`.
         market: why a cause is no more than the market may be; see `within_the_market`. Votes for it are for NO_SIGNAL.
     """
-    held = {(w.dimension, word) for w in words for word in w.of.values() if len(set(w.of.values())) > 1}
+    told_apart = {w.dimension: set(w.of.values()) for w in words}
+    held = {(dimension, word) for dimension, of in told_apart.items() if len(of) > 1 for word in of}
     names = {w.dimension: w for w in words}
     votes: Counter[tuple[str | None, tuple[Pair, ...]]] = Counter()
     small: Counter[str] = Counter()

@@ -72,12 +72,13 @@ def twice_in_files(
                 "different times?): both are counted; give each day once"
             )
     if not pairs:
+        connection.execute("DROP TABLE sums")
         return ""
     again = (
         "SELECT DISTINCT l.part, ds, campaign FROM {0} e JOIN {0} l USING (ds, campaign, n, total)"
         f" WHERE (e.part, l.part) IN ({', '.join(pairs)})"
     )
-    connection.execute(f"DELETE FROM {table} WHERE (part, ds, campaign) IN ({again.format('sums')})")
+    connection.execute(f"DELETE FROM {table} WHERE (part, ds, campaign) IN ({again.format('sums')}); DROP TABLE sums")
     return (
         f"sums AS (\n  {_sums('every', dimensions, compared)}\n), again AS (\n  {again.format('sums')}\n),"
         " single AS (\n  SELECT * FROM every ANTI JOIN again USING (part, ds, campaign)\n)"
