@@ -59,8 +59,8 @@ def report(loaded: Loaded, found: Series, lag: int | None, begins: datetime.date
     inside = begins is not None and found.date(found.days - used) <= begins <= found.last
     if lag and inside:
         raise ConfigError(
-            f"--lag {lag} leaves out all days of --after, which begins on {begins} (the tables end on {found.last}): give "
-            "a smaller --lag, or an --after that begins earlier"
+            f"--lag {lag} leaves out all days of --after, which begins on {begins} (the tables end on {found.last}): "
+            "give a smaller --lag, or an --after that begins earlier"
         )
     if looks and lag is None and inside:
         out.append(Finding("late", f"{text}: kept, as --after begins in them; they may look like a fall of CVR", True))
