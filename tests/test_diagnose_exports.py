@@ -9,6 +9,7 @@ from helpers_episodes import fake_set
 
 from trace_jax import cli
 from trace_jax.diagnose import loading, mapping, sources
+from trace_jax.diagnose.declared import Declared
 from trace_jax.recipes import exports as recipe
 from trace_jax.warehouse import exports
 
@@ -20,7 +21,7 @@ def test_what_is_read_is_what_the_tables_hold(platform, tmp_path):
     paths = exports.write(record, platform, tmp_path, "a")
     segment = record.visible()["segment_daily"].to_pylist()
     with loading.database() as connection:
-        plans, left = mapping.plans(sources.open_sources(paths, connection), mapping.Declared(), connection)
+        plans, left = mapping.plans(sources.open_sources(paths, connection), Declared(), connection)
         loaded = loading.load(plans, connection, left)
         assert set(loaded.dimensions) == set(exports.PLATFORMS[platform].dimensions)
         for metric in ("impressions", "clicks", "orders", "spend", "sales"):

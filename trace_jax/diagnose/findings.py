@@ -94,7 +94,8 @@ def conclude(
         alike: what these tables cannot tell from a cause, by cause; see `lookalikes`.
         market: why a cause is no more than the market may be; see `within_the_market`. Votes for it are for NO_SIGNAL.
     """
-    held = {(w.dimension, word) for w in words for word in w.of.values() if len(set(w.of.values())) > 1}
+    told_apart = {w.dimension: set(w.of.values()) for w in words}
+    held = {(dimension, word) for dimension, of in told_apart.items() if len(of) > 1 for word in of}
     names = {w.dimension: w for w in words}
     votes: Counter[tuple[str | None, tuple[Pair, ...]]] = Counter()
     small: Counter[str] = Counter()
@@ -305,8 +306,13 @@ def parts(found: Series, windows: Windows) -> list[Parts]:
     return out
 
 
+def _finite(value: Any) -> Any:
+    """A value that JSON has: it has no infinity and no NaN."""
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
 def as_json(loaded: Loaded, diagnosis: Diagnosis, found: Sequence[Evidence], opens: Sequence[str]) -> Mapping[str, Any]:
-    """For `--json`."""
+    """For `--json`; null stands for numbers that are not finite."""
     return {
         "evidence_setup": loaded.setup,
         "cause": diagnosis.cause,
@@ -322,7 +328,12 @@ def as_json(loaded: Loaded, diagnosis: Diagnosis, found: Sequence[Evidence], ope
         "second_opinion": diagnosis.second or None,
         "others": [{"answer": text, "votes": n} for text, n in diagnosis.others],
         "evidence": [
-            {"title": e.title, "sql": e.sql, "columns": list(e.columns), "rows": [list(r) for r in e.rows]}
+            {
+                "title": e.title,
+                "sql": e.sql,
+                "columns": list(e.columns),
+                "rows": [list(map(_finite, r)) for r in e.rows],
+            }
             for e in found
         ],
         "not_checked": list(opens),

@@ -15,7 +15,7 @@ from pathlib import Path
 import duckdb
 
 from trace_jax.config import ConfigError
-from trace_jax.diagnose import reading, synonyms
+from trace_jax.diagnose import reading, repeats, survey, synonyms
 from trace_jax.diagnose.mapping import Plan
 from trace_jax.diagnose.sources import literal, quoted
 
@@ -95,7 +95,7 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
             )
             notes.append(f"{plan.source.name} {what} and cannot be crossed with the other file: diagnose it by itself")
     dimensions = main[0].dimensions
-    surveys = {id(plan): _survey(plan, connection) for plan in [*main, *totals]}
+    surveys = {id(plan): survey.look(plan, connection) for plan in [*main, *totals]}
     currencies = sorted({c for found in surveys.values() for c in found.currencies})
     currency, mixed = (currencies[0], "") if len(currencies) == 1 else ("", ", ".join(currencies))
     metrics = tuple(m for m in synonyms.METRICS if any(m in p.fields for p in main))
@@ -103,29 +103,33 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
         problems.append(f"amounts are in several currencies ({mixed}): spend and sales are not looked at")
         metrics = tuple(m for m in metrics if m not in (*synonyms.AMOUNTS, "budget"))
     for plan in [*main, *totals]:
+        if lost := surveys[id(plan)].undated_in_words(plan.source.name):
+            (problems if surveys[id(plan)].many_undated else notes).append(lost)
         for metric, (count, example) in surveys[id(plan)].unreadable.items():
             if not mixed or metric not in (*synonyms.AMOUNTS, "budget"):
                 column = f"{count:,} of {plan.fields[metric]!r}"
                 notes.append(f"{plan.source.name}: {column} are no numbers, e.g. {example!r}: taken as 0")
-    views, held = {"loaded": _read(connection, "raw_cells", main, dimensions, metrics, notes, problems)}, ()
+    views, held = {"loaded": _read(connection, "raw_cells", main, dimensions, metrics, problems)}, ()
     _aggregate(connection, "cells", "raw_cells", dimensions, metrics)
     if not connection.execute("SELECT count(*) FROM cells").fetchone()[0]:
         raise ConfigError(f"{main[0].source.path} has no rows with a date: export it again, or name its date column")
+    survey.check_signs(connection, "cells", metrics, main)
     total_metrics = metrics
     if totals:
         total_metrics = tuple(m for m in synonyms.METRICS if any(m in p.fields for p in totals))
         total_metrics = tuple(m for m in total_metrics if not mixed or m not in (*synonyms.AMOUNTS, "budget"))
-        views["loaded_totals"] = _read(connection, "raw_totals", totals, (), total_metrics, notes, problems)
+        views["loaded_totals"] = _read(connection, "raw_totals", totals, (), total_metrics, problems)
         held = total_metrics
         notes += _one_campaign(connection)
         _aggregate(connection, "own_totals", "raw_totals", (), total_metrics)
+        survey.check_signs(connection, "own_totals", total_metrics, totals)
         total_metrics = _merge_totals(connection, metrics, total_metrics)
     else:
         _aggregate(connection, "totals", "cells", (), metrics)
     made = "".join(f"CREATE OR REPLACE TEMP VIEW {name} AS\n{sql};\n" for name, sql in views.items())
     for name in views:  # here of the rows as they were read: a large file is not read again for each query
         rows = {"loaded": "raw_cells", "loaded_totals": "raw_totals"}[name]
-        connection.execute(f"CREATE TEMP VIEW {name} AS SELECT * EXCLUDE row_key FROM {rows}")
+        connection.execute(f"CREATE TEMP VIEW {name} AS SELECT * EXCLUDE (row_key, part) FROM {rows}")
     used = [p.source for p in [*main, *totals]]
     before = [*(s.prepare for s in used), *(f"{s.attach};\n" for s in used if s.attach)]
     setup = "".join(dict.fromkeys(before)) + reading.MACROS + made
@@ -147,58 +151,18 @@ def main_tables(plans: Sequence[Plan]) -> list[Plan]:
     return [p for p in able if p.dimensions == shape]
 
 
-@dataclass(frozen=True)
-class _Survey:
-    """What one pass over a table tells before its rows are read.
-
-    Attributes:
-        currencies: of its amounts, by codes, signs and names of columns.
-        unreadable: metric -> number of cells of rows with a date that are no numbers, and one of them.
-    """
-
-    currencies: frozenset[str] = frozenset()
-    unreadable: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-
-
-def _survey(plan: Plan, connection: duckdb.DuckDBPyConnection) -> _Survey:
-    text = [m for m in synonyms.METRICS if m in plan.fields and plan.kind(plan.fields[m]) == "VARCHAR"]
-    amounts = [m for m in synonyms.AMOUNTS if m in plan.fields]
-    asked, found = [], set()
-    for metric in text:
-        cell, value = reading.text_of(plan.fields[metric]), plan.number(metric)
-        lost = f"FILTER ({plan.date.expression} IS NOT NULL AND {value} IS NULL AND {cell} IS NOT NULL)"
-        asked += [f"count(*) {lost}", f"any_value({cell}) {lost}"]
-    if amounts and plan.currency is not None:
-        asked.append(f"list(DISTINCT upper({reading.text_of(plan.currency)}))")
-    elif amounts:
-        for metric in amounts:
-            column = plan.fields[metric].upper()
-            found |= {c for c in ("USD", "EUR", "GBP", "JPY", "CAD", "AUD", "INR") if f"({c})" in column}
-            if metric in text:
-                cell = reading.text_of(plan.fields[metric])
-                sign = f"trim(regexp_extract({cell}, '([^0-9.,()%+\\s-]+)', 1))"
-                known = ", ".join(literal(s) for s in synonyms.CURRENCY_SIGNS)
-                asked.append(f"list(DISTINCT {sign}) FILTER ({sign} IN ({known}) OR {sign} SIMILAR TO '[A-Z]{{3}}')")
-    if not asked:
-        return _Survey(frozenset(found))
-    row = connection.execute(f"SELECT {', '.join(asked)} FROM {plan.source.relation}").fetchone()
-    cut = 2 * len(text)
-    for signs in row[cut:]:
-        found |= {synonyms.CURRENCY_SIGNS.get(s, s) for s in signs or () if s is not None}
-    pairs = zip(text, row[:cut:2], row[1:cut:2], strict=True)
-    return _Survey(frozenset(found), {m: (count, example) for m, count, example in pairs if count})
-
-
-def _select(plan: Plan, dimensions: Sequence[str], metrics: Sequence[str], relation: str) -> str:
+def _select(plan: Plan, dimensions: Sequence[str], metrics: Sequence[str], source: tuple[str, int]) -> str:
+    """SQL of a table's rows; `source`: what reads them, and the number of the table."""
+    relation, part = source
     campaign = reading.text_of(plan.fields["campaign"]) if "campaign" in plan.fields else literal(NO_CAMPAIGN)
     columns = [f"cell_day({plan.date.expression}) AS ds", f"coalesce({campaign}, '(none)') AS campaign"]
     columns += [f"coalesce({reading.text_of(plan.fields[d])}, '(none)') AS {d}" for d in dimensions]
     for metric in metrics:
         value = plan.number(metric) if metric in plan.fields else "NULL::DOUBLE"
         if metric in (*synonyms.COUNTS, *synonyms.AMOUNTS) and metric in plan.fields:
-            value = f"coalesce({value}, 0)"  # platforms leave a zero out
+            value = f"coalesce(round({value}, 6), 0)"  # platforms leave a zero out; 1e-320 clicks are none
         columns.append(f"{value} AS {metric}")
-    return f"SELECT {', '.join(columns)}, hash(whole_row) AS row_key\n  FROM {relation} whole_row"
+    return f"SELECT {', '.join(columns)}, {part} AS part, hash(whole_row) AS row_key\n  FROM {relation} whole_row"
 
 
 def _read(
@@ -207,52 +171,22 @@ def _read(
     plans: Sequence[Plan],
     dimensions: Sequence[str],
     metrics: Sequence[str],
-    notes: list[str],
     problems: list[str],
 ) -> str:
     """Creates `table` of the rows with a date, once each; returns the SQL that reads them from the files."""
-    parts = []
-    for plan in plans:
-        select = _select(plan, dimensions, metrics, plan.source.relation)
-        parts.append(_select(plan, dimensions, metrics, plan.source.again or plan.source.relation))
-        verb = f"CREATE TABLE {table} AS" if plan is plans[0] else f"INSERT INTO {table}"
+    parts, plans = [], repeats.richest_first(plans)
+    for number, plan in enumerate(plans):
+        select = _select(plan, dimensions, metrics, (plan.source.relation, number))
+        parts.append(_select(plan, dimensions, metrics, (plan.source.again or plan.source.relation, number)))
+        verb = f"CREATE TABLE {table} AS" if number == 0 else f"INSERT INTO {table}"
         try:
             connection.execute(f"{verb} {select}")
         except duckdb.Error as error:
             reason = " ".join(str(error).split("\n")[0].split())[:160]
             raise ConfigError(f"cannot read {plan.source.path} to its end: {reason}") from None
-    undated = connection.execute(f"SELECT count(*) FROM {table} WHERE ds IS NULL").fetchone()[0]
-    if undated:
-        notes.append(f"{undated:,} row{'s' * (undated > 1)} without a date left out (totals, footers, misspelt dates)")
-        connection.execute(f"DELETE FROM {table} WHERE ds IS NULL")
-    doubled = f"SELECT ds FROM {table} GROUP BY ds HAVING count(*) >= 2 * count(DISTINCT row_key)"
-    days = connection.execute(f"SELECT count(*) FROM ({doubled})").fetchone()[0]
-    if days:
-        problems.append(
-            f"every row of {days} day{'s' * (days > 1)} is there more than once (exports that overlap?): counted once"
-        )
-        connection.execute(
-            f"CREATE TABLE once AS SELECT DISTINCT * FROM {table} WHERE ds IN ({doubled});"
-            f"DELETE FROM {table} WHERE ds IN (SELECT ds FROM once); INSERT INTO {table} FROM once; DROP TABLE once"
-        )
-    again = f"SELECT count(*) n FROM {table} WHERE impressions > 0 GROUP BY row_key HAVING n > 1"
-    repeated = connection.execute(
-        f"SELECT coalesce(sum(n - 1), 0) FROM ({again})" if "impressions" in metrics else "SELECT 0"
-    ).fetchone()[0]
-    if repeated:
-        problems.append(
-            f"{int(repeated):,} row{'s' * (repeated > 1)} repeat another one word for word: kept, look at the export"
-        )
-    union = "\n  UNION ALL ".join(parts)
-    if not days:
-        return f"SELECT * EXCLUDE row_key FROM (\n  {union}\n) WHERE ds IS NOT NULL"
-    return (
-        f"WITH every AS (\n  {union}\n), doubled AS (\n"
-        "  SELECT ds FROM every GROUP BY ds HAVING count(*) >= 2 * count(DISTINCT row_key)\n), once AS (\n"
-        "  SELECT DISTINCT * FROM every WHERE ds IN (FROM doubled)\n"
-        "  UNION ALL SELECT * FROM every WHERE ds NOT IN (FROM doubled)\n)\n"
-        "SELECT * EXCLUDE row_key FROM once WHERE ds IS NOT NULL"
-    )
+    connection.execute(f"DELETE FROM {table} WHERE ds IS NULL")  # which `survey` has counted
+    single = repeats.twice_in_files(connection, table, plans, dimensions, problems)
+    return repeats.kept(parts, single, repeats.twice_in_a_file(connection, table, metrics, problems))
 
 
 def _aggregate(

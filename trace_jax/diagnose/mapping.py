@@ -1,46 +1,23 @@
-"""Which of the user's columns means what: declared in a mapping file, or guessed from names and values and shown.
-
-A mapping file (YAML) may hold any of these; what it leaves out is guessed as without it:
-
-    columns: {date: Day, impressions: Impr., spend: Cost, geo: Country/Territory}   # field: column, null: none
-    values: {geo: {France: JP, Spain: DE}}   # the user's value: the word of the agent's vocabulary that stands for it
-    date_format: "%d/%m/%Y"
-    timezone: America/Los_Angeles            # of the account, for columns of moments
-    decimal: ","
-"""
+"""Which of the user's columns means what: declared (`declared.py`), or guessed from names and values and shown."""
 
 from __future__ import annotations
 
 import dataclasses
-import zoneinfo
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import duckdb
 import yaml
 
 from trace_jax.config import ConfigError
-from trace_jax.config_io import nearest, read_yaml
+from trace_jax.config_io import nearest
 from trace_jax.diagnose import reading, synonyms
+from trace_jax.diagnose.declared import Declared
 from trace_jax.diagnose.reading import DateFormat
 from trace_jax.diagnose.sources import Source
-from trace_jax.simulator.vocabulary import ATTRIBUTES
 
-KEYS = ("columns", "values", "date_format", "timezone", "decimal")
 FEW_VALUES = 60  # a column with more distinct values is no dimension that can be told by its values
-
-
-@dataclass(frozen=True)
-class Declared:
-    """What the user said; empty where nothing was said."""
-
-    columns: Mapping[str, str | None] = field(default_factory=dict)
-    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    date_format: str = ""
-    timezone: str = ""
-    decimal: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,57 +53,6 @@ class Plan:
         column = self.fields[metric]
         factor = synonyms.FACTORS.get(synonyms.squash(column), 1.0)
         return reading.number(column, self.kind(column), self.decimal, factor)
-
-
-def check_zone(name: str, where: str) -> str:
-    """The name itself. ConfigError if there is no such time zone."""
-    try:
-        zoneinfo.ZoneInfo(name)
-    except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
-        raise ConfigError(f"{where}: no time zone {name!r}; use a name such as America/Los_Angeles or UTC") from None
-    return name
-
-
-def load(path: Path) -> Declared:
-    """A mapping file. ConfigError for what it may not hold."""
-    data = read_yaml(path, "mapping file")
-    for key in data:
-        if key not in KEYS:
-            meant = nearest(str(key), KEYS)
-            raise ConfigError(f"{path}: {key}: " + (f"did you mean {meant}?" if meant else f"use {', '.join(KEYS)}"))
-    columns, values = _table(path, data, "columns"), _table(path, data, "values")
-    for name, column in columns.items():
-        _known(path, f"columns.{name}", name, synonyms.FIELDS)
-        if column is not None and not isinstance(column, str):
-            raise ConfigError(f"{path}: columns.{name}: name one column, or null for none")
-    words: dict[str, dict[str, str]] = {}
-    for dimension in values:
-        _known(path, f"values.{dimension}", dimension, synonyms.DIMENSIONS)
-        words[dimension] = {}
-        for value, word in _table(path, values, dimension, "values.").items():
-            _known(path, f"values.{dimension}.{value}", str(word), ATTRIBUTES[dimension])
-            words[dimension][str(value)] = str(word)
-    texts = {key: str(data.get(key) or "") for key in ("date_format", "timezone", "decimal")}
-    if texts["decimal"] not in ("", ".", ","):
-        raise ConfigError(f'{path}: decimal: {texts["decimal"]!r}; use "." or ","')
-    if texts["timezone"]:
-        check_zone(texts["timezone"], f"{path}: timezone")
-    return Declared(columns, words, **texts)
-
-
-def _table(path: Path, data: Mapping[str, Any], key: str, prefix: str = "") -> dict[str, Any]:
-    found = data.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{path}: {prefix}{key}: give names and values, one a line")
-    return dict(found)
-
-
-def _known(path: Path, where: str, name: str, valid: Sequence[str]) -> None:
-    if name not in valid:
-        meant = nearest(name, valid)
-        raise ConfigError(
-            f"{path}: {where}: " + (f"did you mean {meant}?" if meant else f"use one of {', '.join(valid)}")
-        )
 
 
 def plans(
@@ -214,14 +140,10 @@ def _by_values(
 ) -> dict[str, str]:
     """Dimensions among columns of unknown names: those whose values mostly are known ones of the dimension."""
     found: dict[str, str] = {}
-    for column in columns:
-        if source.types[source.columns.index(column)] != "VARCHAR":
-            continue
-        query = f"SELECT DISTINCT {reading.text_of(column)} v FROM (SELECT * FROM {source.relation} LIMIT 50000)"
-        values = [r[0] for r in connection.execute(f"{query} LIMIT {FEW_VALUES + 1}").fetchall() if r[0] is not None]
-        if not 2 <= len(values) <= FEW_VALUES:
-            continue
-        for dimension in dimensions:
+    texts = [c for c in columns if source.types[source.columns.index(c)] == "VARCHAR"] if dimensions else []
+    few = reading.few_values(connection, source.relation, texts, first=50_000, most=FEW_VALUES)
+    for column, values in few.items():
+        for dimension in dimensions if len(values) >= 2 else ():
             known = {w for v in values if (w := synonyms.word_of(dimension, v)) is not None}
             if dimension not in found and len(known) >= 2 and 2 * len(known) >= len(values):
                 found[dimension] = column

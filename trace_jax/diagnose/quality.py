@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trace_jax.config import ConfigError
 from trace_jax.diagnose import synonyms
 from trace_jax.diagnose.loading import Loaded
-from trace_jax.diagnose.series import Series
+from trace_jax.diagnose.series import ALL, Series
 
 DIFFERENT = 0.01  # relative difference of two totals that is worth a line
 LAG_DAYS = 7  # conversions of so many last days may still come in
@@ -34,11 +35,15 @@ class Report:
     incomplete: int = 0
 
 
-def report(loaded: Loaded, found: Series, lag: int | None) -> Report:
+def report(loaded: Loaded, found: Series, lag: int | None, begins: datetime.date | None = None) -> Report:
     """Looks at a campaign's series.
 
     Args:
         lag: last days to leave out; None: as many as look incomplete.
+        begins: first day of the later window, where the user gave it.
+
+    Raises:
+        ConfigError: the days to leave out are the whole of that window.
     """
     rows, cells = loaded.ask("SELECT count(*), count(DISTINCT ds) FROM mine")[0]
     out = [
@@ -51,7 +56,16 @@ def report(loaded: Loaded, found: Series, lag: int | None) -> Report:
     out += _gaps(found) + _counts(loaded, found) + _agreement(loaded, found)
     looks, text = incomplete_days(found)
     used = looks if lag is None else lag
-    if looks and lag is None:
+    inside = begins is not None and found.date(found.days - used) <= begins <= found.last
+    if lag and inside:
+        raise ConfigError(
+            f"--lag {lag} leaves out all days of --after, which begins on {begins} (the tables end on {found.last}): "
+            "give a smaller --lag, or an --after that begins earlier"
+        )
+    if looks and lag is None and inside:
+        out.append(Finding("late", f"{text}: kept, as --after begins in them; they may look like a fall of CVR", True))
+        used = 0
+    elif looks and lag is None:
         out.append(Finding("late", f"{text}: left out (--lag 0 keeps them)", True))
     elif looks and lag < looks:
         out.append(Finding("late", f"{text}: kept, as --lag {lag} says; they may look like a fall of CVR", True))
@@ -98,9 +112,11 @@ def _counts(loaded: Loaded, found: Series) -> list[Finding]:
                 Finding("counts", f"{count:,} rows have more {smaller} than {larger} ({why})", smaller == "clicks")
             )
     for metric in loaded.metrics:
-        count = loaded.ask(f"SELECT count(*) FROM mine WHERE {metric} < 0")[0][0]
+        own = f"SELECT count(*) FROM cells WHERE {metric} < 0 AND (? OR campaign = ?)"
+        count = loaded.ask(own, found.campaign == ALL, found.campaign)[0][0]
         if count:
-            out.append(Finding("counts", f"{count:,} rows have negative {metric} (corrections?); taken as 0", True))
+            text = f"{count:,} rows have negative {metric} (corrections?); taken as 0, added up only in the evidence"
+            out.append(Finding("counts", text, True))
     return out
 
 

@@ -6,24 +6,29 @@ day and month are told apart by values that only one order can read, or by the o
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import duckdb
+import pyarrow.compute as pc
 
 from trace_jax.config import ConfigError
 from trace_jax.diagnose.sources import literal, quoted
 
 READABLE = 0.8  # share of a column of numbers that must be numbers
 DATED = 0.5  # share of a column's distinct values that a format of dates must read: the rest are totals and footers
+EARLIEST, LATEST = datetime.date(1990, 1, 1), datetime.date(2100, 1, 1)  # other years are misread or misspelt dates
+_NOTHING = ("", "-", "--", "—", "–", "null", "n/a", "nan", "none", "#n/a")  # what stands for an empty cell
 # What the expressions here are made of; runs once in a connection before any of them.
-MACROS = r"""CREATE OR REPLACE TEMP MACRO cell_text(x) AS CASE
+MACROS = rf"""CREATE OR REPLACE TEMP MACRO cell_text(x) AS CASE
   WHEN lower(trim(x::VARCHAR, chr(32) || chr(9) || chr(160)))
-    IN ('', '-', '--', '—', '–', 'null', 'n/a', 'nan', 'none', '#n/a')
+    IN ({", ".join(map(literal, _NOTHING))})
   THEN NULL ELSE trim(x::VARCHAR, chr(32) || chr(9) || chr(160)) END;
 CREATE OR REPLACE TEMP MACRO cell_day(d) AS
-  CASE WHEN d BETWEEN DATE '1990-01-01' AND DATE '2100-01-01' THEN d END;
+  CASE WHEN d BETWEEN DATE '{EARLIEST}' AND DATE '{LATEST}' THEN d END;
+CREATE OR REPLACE TEMP MACRO cell_between(x, most) AS CASE WHEN x BETWEEN 0 AND most THEN x END;
 CREATE OR REPLACE TEMP MACRO cell_finite(x) AS CASE WHEN isfinite(x) THEN x END;
 CREATE OR REPLACE TEMP MACRO cell_signed(t, x) AS
   cell_finite(x * CASE WHEN t LIKE '(%)' THEN -1 ELSE 1 END / CASE WHEN suffix(t, '%') THEN 100 ELSE 1 END);
@@ -54,6 +59,7 @@ _SWAPPED = {
     for t in ("", *_TIMES)
     for a, b in (("%m/%d/%Y", "%d/%m/%Y"), ("%m/%d/%y", "%d/%m/%y"), ("%m-%d-%Y", "%d-%m-%Y"))
 }
+_LAST_SERIAL, _LAST_EPOCH = 80_000, 4_200_000_000  # of 2119 and 2103: later ones are no dates of a report
 NUMBERED = {"excel": "days since 1899-12-30", "epoch": "seconds since 1970", "epoch_ms": "milliseconds since 1970"}
 
 
@@ -138,11 +144,12 @@ def _is_instant(form: str) -> bool:
 
 def _expression(text: str, form: str, zone: str) -> str:
     """DATE of a text. Moments with an offset count in `zone`, or in the offset's own zone if none is given."""
-    if form == "excel":
-        return f"(DATE '1899-12-30' + floor(TRY_CAST({text} AS DOUBLE))::INTEGER)"
+    if form == "excel":  # a number out of range would end the query instead of being no date
+        return f"(DATE '1899-12-30' + floor(cell_between(TRY_CAST({text} AS DOUBLE), {_LAST_SERIAL}))::INTEGER)"
     if form.startswith("epoch"):
         seconds = f"TRY_CAST({text} AS DOUBLE){' / 1000' if form.endswith('ms') else ''}"
-        return f"(to_timestamp({seconds}) AT TIME ZONE {literal(zone or 'UTC')})::DATE"
+        moment = f"to_timestamp(cell_between({seconds}, {_LAST_EPOCH}))"
+        return f"({moment} AT TIME ZONE {literal(zone or 'UTC')})::DATE"
     parsed = f"try_strptime({text}, {literal(form)})"
     if "%z" in form:
         if zone:
@@ -158,7 +165,7 @@ def _share(connection: duckdb.DuckDBPyConnection, values: Sequence[str], form: s
     day = _expression("v", form, "")
     try:
         row = connection.execute(
-            f"SELECT avg((coalesce({day} BETWEEN DATE '1990-01-01' AND DATE '2100-01-01', false))::INT)"
+            f"SELECT avg((coalesce({day} BETWEEN DATE '{EARLIEST}' AND DATE '{LATEST}', false))::INT)"
             " FROM (SELECT unnest($1) v)",
             [list(values)],
         ).fetchone()
@@ -187,6 +194,35 @@ def _in_order(connection: duckdb.DuckDBPyConnection, values: Sequence[str], colu
     raise ConfigError(
         f"dates of {column!r} such as {values[0]!r} fit {a} and {b}: say which with date_format in a --mapping file"
     )
+
+
+def few_values(
+    connection: duckdb.DuckDBPyConnection, relation: str, columns: Sequence[str], *, first: int, most: int
+) -> dict[str, set[str]]:
+    """Distinct texts of the columns that have at most `most` in the `first` rows: one pass, however many columns."""
+    found: dict[str, set[str]] = {column: set() for column in columns}
+    if not columns:
+        return found
+    # Cells are cleaned here: DuckDB takes minutes to plan `cell_text` of a thousand columns.
+    chosen = ", ".join(f"{quoted(column)} AS c{n}" for n, column in enumerate(columns))
+    query = f"SELECT {chosen} FROM (SELECT * FROM {relation} LIMIT {first})"
+    with connection.cursor() as apart:  # which may be left before its end
+        for batch in apart.sql(query).to_arrow_reader(2048):
+            for n, column in enumerate(columns):
+                if column in found:
+                    found[column].update(pc.unique(batch.column(n)).to_pylist())
+                    if len(found[column]) > 2 * most:
+                        del found[column]
+            if not found:
+                break
+    cleaned = {column: {text for v in values if (text := _cleaned(v)) is not None} for column, values in found.items()}
+    return {column: values for column, values in cleaned.items() if len(values) <= most}
+
+
+def _cleaned(value: str | None) -> str | None:
+    """What the macro `cell_text` makes of a value."""
+    text = (value or "").strip(" \t\xa0")
+    return None if text.lower() in _NOTHING else text
 
 
 # Numbers

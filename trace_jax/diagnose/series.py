@@ -112,12 +112,16 @@ def _several(where: str, found: Mapping[str, float]) -> ConfigError:
 
 
 def split(loaded: Loaded, campaign: str) -> None:
-    """Creates the tables `mine` (cells), `daily` (totals) and `others` (totals of siblings) of a campaign."""
+    """Creates the tables `mine` (cells), `daily` (totals) and `others` (totals of siblings) of a campaign; negative
+    numbers (corrections) are 0 in them."""
     for name, source, own in (("mine", "cells", True), ("daily", "totals", True), ("others", "totals", False)):
         keep = "true" if campaign == ALL else "campaign = $name" if own else "campaign <> $name"
         keep = "false" if campaign == ALL and not own else keep
         values = {"name": campaign} if "$name" in keep else {}
-        loaded.connection.execute(f"CREATE OR REPLACE TABLE {name} AS SELECT * FROM {source} WHERE {keep}", values)
+        metrics = loaded.metrics if source == "cells" else loaded.total_metrics
+        floors = ", ".join(f"CASE WHEN {m} < 0 THEN 0 ELSE {m} END AS {m}" for m in metrics)
+        rows = f"SELECT * REPLACE ({floors}) FROM {source} WHERE {keep}"
+        loaded.connection.execute(f"CREATE OR REPLACE TABLE {name} AS {rows}", values)
 
 
 def series(loaded: Loaded, campaign: str) -> Series:

@@ -22,13 +22,15 @@ import duckdb
 from trace_jax.config import ConfigError
 from trace_jax.diagnose import synonyms
 from trace_jax.diagnose.encodings import DUCKDB, ICONV, Report, encoding_of, nothing, prepared, utf8_copy
-from trace_jax.diagnose.user_files import reading
+from trace_jax.diagnose.user_files import check_lines, reading
 
 SAMPLE = 1 << 20  # bytes from which encoding, delimiter and header are told
 MOST_BROKEN = 10_000  # lines that are counted
 FEW_BROKEN = 0.05  # share of the lines that may be left out
 _LENIENT = "strict_mode=false, ignore_errors=true, null_padding=true"
 HEAD_LINES = 40  # among which the line of names must be
+MOST_COLUMNS = 5_000  # a line with more cells lacks its line ends, or has another delimiter
+SCORED = 200  # cells of a line that are looked at to tell whether it is the one of names
 _DELIMITERS = (",", "\t", ";", "|")
 _MAGIC = (
     (b"\x1f\x8b", "a gzip archive: unpack it first"),
@@ -207,6 +209,7 @@ def _text(path: Path, head: bytes, connection: duckdb.DuckDBPyConnection, report
         mend = f"save it as CSV or Parquet, e.g. duckdb -c \"COPY (FROM '{path.name}') TO '{path.stem}.parquet'\""
         raise ConfigError(f"{path} is JSON: {mend}")
     delimiter, skip, names = _layout(path, lines)
+    check_lines(path, delimiter, len(names), report)
     shown = literal(delimiter.replace("\t", "\\t"))
     options = [f"delim={shown}", "header=true", *([f"skip={skip}"] if skip else [])]
     notes, read, again, prepare = [], str(path), str(path), ""
@@ -283,14 +286,20 @@ def _layout(path: Path, lines: str) -> tuple[str, int, list[str]]:
         widths = Counter(len(r) for _, r in rows if len(r) > 1)
         width = widths.most_common(1)[0][0] if widths else 1
         for line, row in head:
-            known = sum(synonyms.field_of(c) is not None or synonyms.is_derived(c) for c in row)
+            cells = row[:SCORED]
+            known = sum(synonyms.field_of(c) is not None or synonyms.is_derived(c) for c in cells)
             fits = len(row) == width and len(row) > 1
-            numbers = sum(bool(re.fullmatch(r"[\s$€£¥%.,\d+-]*\d[\s$€£¥%.,\d+-]*", c)) for c in row)
-            score = known + 2.0 * fits - 2.0 * numbers + 0.001 * len(row) - 0.01 * line
+            numbers = sum(bool(re.fullmatch(r"[\s$€£¥%.,\d+-]*\d[\s$€£¥%.,\d+-]*", c)) for c in cells)
+            score = known + 2.0 * fits - 2.0 * numbers + 0.001 * len(cells) - 0.01 * line
             if len(row) > 1 and (best is None or score > best[0]):
                 best = score, delimiter, line, row
     if best is None:
         raise ConfigError(f"{path} has no line of column names: it must be a table with commas, tabs or semicolons")
+    if len(best[3]) > MOST_COLUMNS:
+        raise ConfigError(
+            f"{path}: line {best[2] + 1} has more than {MOST_COLUMNS:,} cells: its line end may be lost; export again, "
+            "or only the columns that are needed"
+        )
     return best[1], best[2], _unique(best[3])
 
 

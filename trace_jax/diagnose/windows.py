@@ -13,9 +13,10 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from trace_jax.config import ConfigError
+from trace_jax.diagnose.reading import EARLIEST, LATEST
 from trace_jax.diagnose.series import Series
 
 LOUD = 5.0
@@ -53,6 +54,8 @@ def parse(text: str, flag: str) -> Span:
         raise ConfigError(f"{flag} {text}: give first and last day, e.g. {flag} 2026-11-02:2026-11-15")
     if last < first:
         raise ConfigError(f"{flag} {text}: the last day comes before the first")
+    if first < EARLIEST or last > LATEST:
+        raise ConfigError(f"{flag} {text}: days lie between {EARLIEST} and {LATEST}; name days that the tables hold")
     return first, last
 
 
@@ -89,18 +92,19 @@ def propose(found: Series, last: int | None = None) -> Windows:
     Raises:
         ConfigError: too few days.
     """
-    days = found.days if last is None else last
+    days = found.days if last is None else max(last, 0)
     least = MIN_BEFORE + MIN_AFTER
     there = int(found.present[:days].sum())
     if there < least:
         held = f"one day ({found.first})" if there == 1 else f"{there} days"
+        cut = f" without the last {found.days - days} (--lag)" if days < found.days else ""
         raise ConfigError(
-            f"the tables hold {held} of campaign {found.campaign!r}: a diagnosis needs at least {least} to compare"
+            f"the tables hold {held} of campaign {found.campaign!r}{cut}: a diagnosis needs at least {least} to compare"
         )
     loudest, at, name = 0.0, 0, ""
-    shortest = max(min(SHORTEST, days // 3), MIN_AFTER)
+    shortest, able = max(min(SHORTEST, days // 3), MIN_AFTER), _able(found.present[:days])
     for label, y, weight in _tracks(found, days):
-        scores = step_scores(y, weight, shortest)
+        scores = np.where(able, step_scores(y, weight, shortest), 0.0)
         t = int(np.argmax(np.abs(scores)))
         if abs(scores[t]) > loudest:
             loudest, at, name = float(abs(scores[t])), t, label
@@ -109,26 +113,33 @@ def propose(found: Series, last: int | None = None) -> Windows:
         how = f"proposed: {name} steps on {found.date(at)} (step / standard error {loudest:.1f}; one step per series)"
     else:
         at = (days + 1) // 2
+        if not able[at]:  # days are missing: halves of those that are there
+            at = int(np.flatnonzero(found.present[:days])[max(there // 2, MIN_BEFORE)])
         how = f"proposed: halves, no day stands out (largest step / standard error {loudest:.1f}, needed {LOUD:g})"
     result = Windows((found.first, found.date(at - 1)), (found.date(at), end), how, loudest)
     _check(result, found)
     return result
 
 
+def _able(present: Bool[np.ndarray, " T"]) -> Bool[np.ndarray, " T"]:
+    """Days before which two windows can meet: both then hold enough days with rows."""
+    earlier = np.cumsum(present) - present
+    return (earlier >= MIN_BEFORE) & (present.sum() - earlier >= MIN_AFTER)
+
+
 def step_scores(y: Float[np.ndarray, " T"], weight: Float[np.ndarray, " T"], shortest: int) -> Float[np.ndarray, " T"]:
     """Step / standard error of two weighted levels that meet before day t; 0 where a level would be too short."""
     total, wy, wyy = np.cumsum(weight), np.cumsum(weight * y), np.cumsum(weight * y * y)
-    there = np.cumsum(weight > 0)
-    out = np.zeros(len(y))
-    for t in range(shortest, len(y) - shortest + 1):
-        w1, w2 = total[t - 1], total[-1] - total[t - 1]
-        freedom = there[-1] - 2
-        if w1 <= 0 or w2 <= 0 or freedom < 2:
-            continue
-        m1, m2 = wy[t - 1] / w1, (wy[-1] - wy[t - 1]) / w2
-        rest = wyy[-1] - w1 * m1 * m1 - w2 * m2 * m2
-        variance = max(rest, 1e-12 * max(wyy[-1], 1e-300)) / freedom
-        out[t] = (m2 - m1) / np.sqrt(variance * (1 / w1 + 1 / w2))
+    freedom, out = int((weight > 0).sum()) - 2, np.zeros(len(y))
+    t = np.arange(shortest, len(y) - shortest + 1)
+    t = t[(total[t - 1] > 0) & (total[-1] - total[t - 1] > 0)]
+    if freedom < 2 or not len(t):
+        return out
+    w1, w2 = total[t - 1], total[-1] - total[t - 1]
+    m1, m2 = wy[t - 1] / w1, (wy[-1] - wy[t - 1]) / w2
+    rest = wyy[-1] - w1 * m1 * m1 - w2 * m2 * m2
+    variance = np.maximum(rest, 1e-12 * max(wyy[-1], 1e-300)) / freedom
+    out[t] = (m2 - m1) / np.sqrt(variance * (1 / w1 + 1 / w2))
     return out
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import duckdb
 
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.diagnose import declared as declarations
 from trace_jax.diagnose import (
     doubts,
     findings,
@@ -21,6 +22,7 @@ from trace_jax.diagnose import (
     quality,
     series,
     sources,
+    spans,
     synonyms,
     tables,
     windows,
@@ -130,9 +132,10 @@ def _diagnose(
 ) -> tuple[dict[str, Any], diagnosis.Told | None]:
     """What `--json` prints, and what a page is made of if one was asked for."""
     connection, progress = where
-    declared = mapping.load(asked.mapping) if asked.mapping is not None else mapping.Declared()
+    given = _given(asked)
+    declared = declarations.load(asked.mapping) if asked.mapping is not None else declarations.Declared()
     if asked.timezone is not None:
-        zone = mapping.check_zone(asked.timezone, "--timezone")
+        zone = declarations.check_zone(asked.timezone, "--timezone")
         declared = dataclasses.replace(declared, timezone=zone)
     with reading(progress, asked.files, connection) as show:
         opened = sources.open_sources(asked.files, connection, show)
@@ -144,6 +147,8 @@ def _diagnose(
         _confirm()
     with reading(progress, asked.files, connection):
         loaded = loading.load(plans, connection, left_out)
+    held = {d: [r[0] for r in loaded.ask(f"SELECT DISTINCT {d} FROM cells")] for d in loaded.dimensions}
+    loaded.problems.extend(declarations.absent(declared, held))
     if asked.write_mapping is not None:
         return _template(asked.write_mapping, loaded, declared, view), None
     if not loaded.dimensions and (names := limits.maybe_dimensions(loaded)) and not _declined(declared):
@@ -154,10 +159,11 @@ def _diagnose(
         )
     campaign = series.choose(loaded, asked.campaign)
     series.split(loaded, campaign)
+    spans.bound(loaded, given and (given[0][0], given[1][1]))
     found = series.series(loaded, campaign)
-    report = quality.report(loaded, found, asked.lag)
+    report = quality.report(loaded, found, asked.lag, given and given[1][0])
     view.quality(report)
-    compared = _windows(asked, found, report)
+    compared = _windows(given, found, report)
     words = _words(loaded, declared)
     view.windows(compared, words)
     if asked.keep is not None:
@@ -242,7 +248,7 @@ def _investigate(
         environment.close()
 
 
-def _declined(declared: mapping.Declared) -> bool:
+def _declined(declared: declarations.Declared) -> bool:
     """Whether the user said that there is no such dimension."""
     return any(declared.columns.get(d, "") is None for d in synonyms.DIMENSIONS)
 
@@ -263,7 +269,7 @@ def _confirm() -> None:
         )
 
 
-def _template(path: Path, loaded: loading.Loaded, declared: mapping.Declared, view: View) -> dict[str, Any]:
+def _template(path: Path, loaded: loading.Loaded, declared: declarations.Declared, view: View) -> dict[str, Any]:
     words = {w.dimension: w.of for w in _all_words(loaded, declared)}
     with disk(path):
         replace(path, mapping.template(loaded.plans, words, declared).encode())
@@ -271,7 +277,7 @@ def _template(path: Path, loaded: loading.Loaded, declared: mapping.Declared, vi
     return {"mapping": str(path)}
 
 
-def _all_words(loaded: loading.Loaded, declared: mapping.Declared, table: str = "cells") -> list[vocabulary.Words]:
+def _all_words(loaded: loading.Loaded, declared: declarations.Declared, table: str = "cells") -> list[vocabulary.Words]:
     out = []
     for dimension in loaded.dimensions:
         sums = dict(loaded.ask(f"SELECT {dimension}, coalesce(sum(impressions), 0) FROM {table} GROUP BY 1"))
@@ -279,15 +285,24 @@ def _all_words(loaded: loading.Loaded, declared: mapping.Declared, table: str = 
     return out
 
 
-def _words(loaded: loading.Loaded, declared: mapping.Declared) -> list[vocabulary.Words]:
+def _words(loaded: loading.Loaded, declared: declarations.Declared) -> list[vocabulary.Words]:
     return _all_words(loaded, declared, "mine")
 
 
-def _windows(asked: Asked, found: series.Series, report: quality.Report) -> windows.Windows:
-    days = found.days - report.incomplete
+def _given(asked: Asked) -> tuple[windows.Span, windows.Span] | None:
+    """The windows that the user gave, if any."""
     if asked.before is None or asked.after is None:
+        return None
+    return windows.parse(asked.before, "--before"), windows.parse(asked.after, "--after")
+
+
+def _windows(
+    given: tuple[windows.Span, windows.Span] | None, found: series.Series, report: quality.Report
+) -> windows.Windows:
+    days = found.days - report.incomplete
+    if given is None:
         return windows.propose(found, days)
-    before, after = windows.parse(asked.before, "--before"), windows.parse(asked.after, "--after")
+    before, after = given
     last = found.date(days - 1)
     if report.incomplete and after[0] <= last < after[1]:
         after = after[0], last

@@ -18,6 +18,7 @@ from trace_jax.recipes.rundir import stored_config
 AGENT = "shipped"
 FOLDER = Path(__file__).resolve().parent.parent / "shipped"
 CONFIG, MANIFEST = "config.yaml", "manifest.json"
+_HELD = {"files": dict, "name": str, "parameters": int}  # without which it cannot be used or introduced
 
 
 def manifest(folder: Path | None = None) -> dict[str, Any]:
@@ -27,15 +28,17 @@ def manifest(folder: Path | None = None) -> dict[str, Any]:
         ConfigError: there is none, or it is not whole: it is written last.
     """
     folder = folder or FOLDER
+    mend = "install trace-jax again, or name another agent with --agent"
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if not isinstance(found["files"], dict):
-            raise TypeError("files")
-        return found
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"no shipped policy in {folder}: install trace-jax again, or name another agent with --agent"
-        ) from None
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"no shipped policy in {folder}: {mend}")
+    for key, kind in _HELD.items():
+        if not isinstance(found.get(key), kind):
+            raise ConfigError(f"{folder / MANIFEST} does not say the policy's {key}: {mend}")
+    return found
 
 
 def stored(folder: Path | None = None) -> RunConfig:
