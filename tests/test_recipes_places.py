@@ -302,8 +302,10 @@ def test_results_of_other_settings_are_not_replaced(tmp_path):
     found, rows = summary()
     asked = routing._asked(work, "test")
     store.save(tmp_path, "base", found | {"settings": asked | {"adapters": {"stopping": 4}}}, rows)
-    assert set(routing._known(work, tmp_path, "test")) == {"base"}
+    assert set(routing._known(work, tmp_path, "test")) == {"base"} and routing._others(work, tmp_path, "test") is None
     work.config = config.replace(evaluation=dataclasses.replace(config.evaluation, samples=7))
+    assert routing._others(work, tmp_path, "test") is not None  # and so they go into a directory of their own
+    assert routing._others(work, tmp_path / "other" / "test,evaluation.samples=7", "test") is None
     with pytest.raises(ConfigError, match=r"base.json is of other settings \(`evaluation.samples` is 5, not 7\)"):
         routing._known(work, tmp_path, "test")
     with pytest.raises(ConfigError, match=r"\(`split` is test, not validation\) and would be lost"):

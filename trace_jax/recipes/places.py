@@ -52,14 +52,15 @@ def beside(directory: Path) -> Iterator[Path]:
     has got nothing. What a process left that was killed is removed.
 
     Raises:
-        OSError: it cannot be made.
+        ConfigError: see `folder`.
     """
-    made, partial = not directory.exists(), directory / PARTIAL
+    made, partial = not os.path.exists(directory), directory / PARTIAL
+    folder(directory)
     try:
         with writing(partial):
             if partial.exists():
                 shutil.rmtree(partial)
-            partial.mkdir(parents=True)
+            partial.mkdir()
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -39,7 +39,7 @@ from trace_jax.recipes.workspace import Workspace
 SYSTEM = "Choose who should work on a task."
 FILE = "routes.json"
 ROUTED, ORACLE, SUM = "routed", "oracle", "sum"
-OTHER = "other"  # directory of comparisons with another split or other settings than the run's
+OTHER = "other"  # directory of comparisons with another split or other settings than the first
 _ROUTES = {
     **{"split": str, "data_seed": int, "tasks": int, "adapters": [str]},
     **{"agreement": float, "chance": float, "chosen": {str: int}, "oracle": {str: int}},
@@ -194,15 +194,13 @@ def evaluate(
     split: str,
     names: Sequence[str] = (),
     out: Path | None = None,
-    apart: bool = True,
 ) -> dict[str, Any]:
-    """Evaluates base, adapters and ways of combining them on the task; writes `evaluation/` beside the adapters.
+    """Evaluates base, adapters and ways of combining them on the task; writes `evaluation/` beside the adapters, or
+    into a directory of its own in `other/` where results of another split or other settings lie there.
 
     Args:
         config: the run's with changes to evaluation or data.
         names: which of base, routed, oracle, sum and the adapters; empty: all.
-        apart: results of another split or other settings than the run's go into `other/` beside the adapters; False:
-            all lie together, where it is `out` that is of these settings.
 
     Returns:
         The headline figures by name.
@@ -216,7 +214,7 @@ def evaluate(
         run.config = config
         work = Workspace(run, Progress(), interrupt)
         out = run.path / "capability" if out is None else places.existing(out)
-        results = out / OTHER / assess.label_of(split, changed) if apart and (changed or split != "test") else out
+        results = out if _others(work, out, split) is None else out / OTHER / assess.label_of(split, changed)
         adapters = finished(out, config)
         every = ["base", *adapters, SUM, ORACLE, ROUTED]
         for name in names:
@@ -236,22 +234,27 @@ def evaluate(
     found = store.load_summaries(results)
     assess.show(results)
     if results != out:
-        print(f"results: {results}, as the settings are not those of the run's own comparison")
+        print(f"results: {results}, as those of {out / store.FOLDER} are of other settings")
     return {name: summary for name, summary in found.items() if name in (names or every)}
+
+
+def _others(work: Workspace, results: Path, split: str) -> tuple[Path, str] | None:
+    """A result of another split or other settings that is there, and in what it differs. What earlier versions did not
+    say is no difference."""
+    asked = _asked(work, split)
+    for name, summary in store.load_summaries(results).items():
+        before = summary.get("settings", {})
+        if other := next((k for k, v in asked.items() if k in before and before[k] != v), None):
+            what = f"`{other}` is {shown(before[other])}, not {shown(asked[other])}"
+            return results / store.FOLDER / f"{name}.json", what
+    return None
 
 
 def _known(work: Workspace, results: Path, split: str) -> dict[str, dict[str, Any]]:
     """Results that are there already, by name. ConfigError: of other settings, which new ones would replace."""
-    found, asked = store.load_summaries(results), _asked(work, split)
-    for name, summary in found.items():
-        settings = summary.get("settings")
-        before = settings if isinstance(settings, dict) else {}
-        if other := next((k for k, v in asked.items() if k in before and before[k] != v), None):
-            raise ConfigError(
-                f"{results / store.FOLDER / name}.json is of other settings (`{other}` is {shown(before[other])}, not "
-                f"{shown(asked[other])}) and would be lost: move it, or choose another --out"
-            )
-    return found
+    if (found := _others(work, results, split)) is not None:
+        raise ConfigError(f"{found[0]} is of other settings ({found[1]}) and would be lost: move it somewhere else")
+    return store.load_summaries(results)
 
 
 def _asked(work: Workspace, split: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def command(
         costs.played(f"seed {seed}: adapters", sum(a["rollouts"] for a in trained.values()))
         scored = config_io.override(stored, [(n, v) for n, v in overrides if n.startswith("evaluation.")])
         with costs.timed(f"seed {seed}: routing and held-out episodes"):
-            summaries = routing.evaluate(source, scored, split="test", out=folder, apart=False)
+            summaries = routing.evaluate(source, scored, split="test", out=folder)
         answers = sum(s["extra"]["episodes"] * s["extra"]["samples"] for s in summaries.values())
         costs.played(f"seed {seed}: routing and held-out episodes", answers)
         with costs.timed(f"seed {seed}: episodes of the worlds"):
