@@ -122,6 +122,9 @@ def test_a_run_and_files_of_others_are_no_place_for_a_study(study, tmp_path):
         put(tmp_path / "mine" / table, content)
         with pytest.raises(ConfigError, match=f"has a {table} that is not of this study"):
             study_place.claim(tmp_path / "mine", study)
+    put(tmp_path / "other" / "study.json", {"mine": 1})
+    with pytest.raises(ConfigError, match=r"has a study.json that is not of this study"):
+        study_place.claim(tmp_path / "other", study)
     study_place.claim(tmp_path / "own", study)
     (tmp_path / "own" / table).mkdir()
     with pytest.raises(ConfigError, match=table):

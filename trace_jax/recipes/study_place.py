@@ -40,7 +40,7 @@ def claim(out: Path, name: str, about: dict[str, Any] | None = None) -> Path:
     before = studies_of(out)
     if before and not before & (set(SCORED) if name in SCORED else {name}):
         raise ConfigError(f"--out {out} holds the study {' or '.join(sorted(before))}: choose another --out for {name}")
-    for file in _FILES[name]:
+    for file in (*_FILES[name], FILE):
         if (out / file).is_dir() or (not before and (out / file).exists()):
             raise ConfigError(f"--out {out} has a {file} that is not of this study: choose another directory")
     if not (out / FILE).exists():
