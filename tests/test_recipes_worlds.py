@@ -189,7 +189,7 @@ def test_worlds_that_cannot_be_trained_in_are_refused(smoke, capsys):
     assert status == 2 and "its world was refused" in err
     (path / "capability" / "worlds.json").write_text("{")
     status, _, err = run(capsys, "train", "--run-dir", path)
-    assert status == 2 and "is damaged: remove it and run the command again" in err
+    assert status == 2 and "is damaged (no JSON: " in err and "remove it and run the command again" in err
 
 
 def test_what_adapters_are_trained_with_unless_told_otherwise():

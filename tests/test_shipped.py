@@ -53,7 +53,7 @@ def test_a_run_becomes_a_shipped_policy_that_eval_and_diagnose_use(
         (["eval", "--agent", "shipped", "--policy.width", "64"], "`policy.width` cannot change"),
         (["diagnose", "x.csv", "--policy.width", "64"], "`policy.width` cannot change"),
         ([*export, "--shard-size", "5MB"], "leave it out"),
-        ([*export[:-2], str(run)], "is a run"),
+        ([*export[:-2], str(run)], "holds something else"),
     ):
         assert cli.main(argv) == 2
         assert part in capsys.readouterr().err

@@ -195,8 +195,9 @@ def _outcome(argv: list[str]) -> tuple[int, str]:
     except ConfigError as error:
         return 2, f"trace-jax: {_one_line(error)}"
     except Interrupted as asked:
-        again = [*argv, *(["--resume"] if command_of(argv) == "simulate" and "--resume" not in argv else [])]
-        goes_on = command_of(argv) in (*TRAINING, "simulate", "reproduce", "capability") or "endpoint" in argv
+        data_set = command_of(argv) == "simulate" and not any(w.partition("=")[0] == "--export" for w in argv)
+        again = [*argv, *(["--resume"] if data_set and "--resume" not in argv else [])]
+        goes_on = command_of(argv) in (*TRAINING, "reproduce", "capability") or data_set or "endpoint" in argv
         verb = "continue" if goes_on else "start again"
         return asked.status, f"interrupted; {verb} with: {asked.resume or shlex.join(['trace-jax', *again])}"
     except KeyboardInterrupt:

@@ -194,8 +194,6 @@ def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 def _report(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     from trace_jax.report import html
 
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
     page = html.write(args.run_dir, args.out, compare=args.compare, limit=args.trajectories)
     print(page)
     return {"report": str(page)}

@@ -11,9 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError
+from trace_jax.evaluation import form
 from trace_jax.evaluation.kinds import KINDS, Kind, kind_of
 
 FOLDER = "evaluation"
+_INTERVAL = {"value": form.NUMBER, "low": form.NUMBER, "high": form.NUMBER}
+_BENCHMARK = {"sha256": str, "episodes": int, "answers?": (str, None), "totals?": ({str: float}, None)}
+# What tables, tests and studies read of a result beside its intervals; results of earlier versions have less.
+_RESULT = {
+    "settings?": {},
+    "benchmark?": (_BENCHMARK, None),
+    **{f"{name}?": {} for name in ("by_type", "by_cause", "by_hops")},
+    "extra": {
+        **dict.fromkeys(("episodes", "samples", "confidence"), float),
+        "signal?": (_INTERVAL, None),
+        "abstention?": ({"decision?": ([{"no_signal": _INTERVAL, "signal": _INTERVAL}], None)}, None),
+    },
+}
+_CONFUSION = {"extra": {"confusion": {"causes": [str], "predicted": [str], "counts": [[float]]}}}
 _READING = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
@@ -53,28 +68,36 @@ def load_summaries(run_dir: str | Path) -> dict[str, dict]:
     return result
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < 1e15
-
-
 def _check_summary(summary: Any) -> None:
     """Raises one of `_READING` unless tables and reports can be made of it."""
     if not isinstance(summary, dict):
         raise TypeError("not a JSON object")
     kind = kind_of({"": summary})
+    _check(summary, _RESULT)
     for name, node in kind.intervals(summary):
-        if not all(node[k] is None or _is_number(node[k]) for k in ("value", "low", "high")):
-            raise ValueError(f"{name} has an entry that is no number")
-    extra = summary["extra"]
-    if not all(_is_number(extra[k]) for k in ("episodes", "samples", "confidence")):
-        raise ValueError("extra has an entry that is no number")
+        _check(node, _INTERVAL, name)
+    for _, path, _ in kind.rows({"": summary}):
+        _check_shown(summary, path)
     if not kind.confusion:
         return
-    found = extra["confusion"]
+    _check(summary, _CONFUSION)
+    found = summary["extra"]["confusion"]
     if [len(row) for row in found["counts"]] != [len(found["predicted"])] * len(found["causes"]):
         raise ValueError("extra.confusion is no table")
-    if not all(_is_number(x) for row in found["counts"] for x in row):
-        raise ValueError("extra.confusion has an entry that is no number")
+
+
+def _check(value: Any, wanted: Any, where: str = "") -> None:
+    if why := form.fault(value, wanted, where):
+        raise ValueError(why)
+
+
+def _check_shown(summary: dict, path: Sequence[str]) -> None:
+    """Of a table's cell, which may be empty: an interval at the end of a path, or null on the way there."""
+    node: Any = summary
+    for i, key in enumerate(path):
+        _check(node, ({}, None), ".".join(path[:i]))
+        node = (node or {}).get(key)
+    _check(node, ({f"{k}?": v for k, v in _INTERVAL.items()}, None), ".".join(path))
 
 
 def _reason(error: Exception) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.recipes import train, worlds
+from trace_jax.recipes import places, records, train, worlds
 from trace_jax.recipes.interrupt import Interrupted
 from trace_jax.recipes.rundir import RunDirectory, refuse_changes, stored_config, write_text
 from trace_jax.recipes.workspace import Workspace
@@ -58,7 +58,7 @@ def command(
     base = stored_config(run_dir or Path())
     _check(base, config)
     with RunDirectory.open(run_dir, lock=False) as run:
-        source, out = run.path, run.path / "capability" if out is None else out.resolve()
+        source, out = run.path, run.path / "capability" if out is None else _given(out, names)
     planned = {n: _config(config, overrides, entries) for n, entries in _worlds(out, names).items()}
     for c in planned.values():
         if not c.lora.rank:
@@ -89,6 +89,11 @@ def command(
         write_text(out / "adapters.json", json.dumps(result, indent=1) + "\n")
     print(markdown(result), end="")
     return result
+
+
+def _given(out: Path, names: Sequence[str]) -> Path:
+    """Only `target` alone needs nothing from the directory."""
+    return places.folder(out) if set(names) == {TARGET} else places.existing(out)
 
 
 def _check(base: RunConfig, config: RunConfig) -> None:
@@ -126,8 +131,7 @@ def _config(config: RunConfig, overrides: Iterable[tuple[str, str]], entries: tu
 
 
 def _figures(path: Path, config: RunConfig) -> dict[str, Any]:
-    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [r for r in records if r["stage"] == "grpo"]
+    steps = records.steps(path, ("trajectories",))
     return {
         "run_dir": str(path),
         "worlds": list(config.environment.worlds),

@@ -109,9 +109,21 @@ def name_of(agent: str, split: str, changes: Mapping[str, Any]) -> str:
     directory of their own, which the report leaves out."""
     if split == "test" and not changes and (agent in AGENTS or agent.startswith(f"{prompted.AGENT}-")):
         return agent
-    parts = [agent, *([split] if split != "test" else []), *(f"{k}={v}" for k, v in sorted(changes.items()))]
+    return OTHER + _short(agent, *([split] if split != "test" else []), *_said(changes))
+
+
+def label_of(split: str, changes: Mapping[str, Any]) -> str:
+    """Name of a directory of results of a split with other settings than the run's own."""
+    return _short(split, *_said(changes))
+
+
+def _said(changes: Mapping[str, Any]) -> list[str]:
+    return [f"{k}={v}" for k, v in sorted(changes.items())]
+
+
+def _short(*parts: str) -> str:
     name = ",".join(parts).replace("/", "_")  # a path may be among the changes
-    return OTHER + (name if len(name) <= 120 else f"{name[:110]}~{zlib.crc32(name.encode()):08x}")
+    return name if len(name) <= 120 else f"{name[:110]}~{zlib.crc32(name.encode()):08x}"
 
 
 def _settings(config: RunConfig, split: str) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from trace_jax import config_io
 from trace_jax.capability import attempts, contrast, endpoint, table
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.capability import Attempt, Capability, Label
+from trace_jax.evaluation import form
 from trace_jax.evaluation.evaluate import evaluate_policy
+from trace_jax.recipes import places
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
@@ -72,6 +74,7 @@ def command(
     refuse_changes(stored_config(run_dir or Path()), config, may, "capability contrast")
     with RunDirectory.open(run_dir) as run, Interrupt() as interrupt:
         run.config = config
+        out = None if out is None else places.folder(out)
         work = Workspace(run, Progress(), interrupt)
         if trajectories is not None:
             found, name = read_parquet(trajectories), f"contrast-{trajectories.stem}"
@@ -139,10 +142,7 @@ def _same(out: Path, settings: Mapping[str, Any]) -> None:
     """Refuses to mix what was sampled with other settings."""
     path = out / "settings.json"
     wanted = json.loads(json.dumps(settings, default=list))
-    try:
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    except (OSError, ValueError):
-        raise ConfigError(f"{path} is damaged: remove {out}, or choose another --out") from None
+    before = form.read(path, {}, f"remove {out}, or choose another --out") if path.exists() else None
     if before is None:
         write_text(path, json.dumps(wanted, indent=1) + "\n")
     elif before != wanted:

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import tempfile
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from trace_jax.policy import hf, hf_files, hf_peft
 from trace_jax.policy.fast_tokenizer import FILES
 from trace_jax.policy.hf_files import SHORT
 from trace_jax.policy.hf_write import SHARD_BYTES
-from trace_jax.recipes import assess, shipped
+from trace_jax.recipes import assess, places, shipped
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Bar, Progress
 from trace_jax.recipes.rundir import RunDirectory, write_text
@@ -55,8 +56,9 @@ def command(
         raise ConfigError(f"--out {out} is a file: choose a directory")
     if form != "hf" and shard_bytes is not None:
         raise ConfigError(f"--shard-size does not go with --format {form}, which is one file: leave it out")
+    refuse = _refuse_unshipped if form == "shipped" else partial(_refuse_others, form=form)
     if out is not None:
-        _refuse_others(out, form)
+        refuse(out)
     inside = out is None or out.resolve().is_relative_to(run_dir.resolve())
     # Only reading, a command takes no lock: the run may be going on, or be write-protected.
     with RunDirectory.open(run_dir, lock=inside) as run, Interrupt() as interrupt:
@@ -67,6 +69,8 @@ def command(
         name = NAMES[form]
         out = out or run.path / (name if stage == newest else f"{name}-{stage}")
         more = {}
+        if form == "shipped":
+            refuse(out)  # the default place, too
         if form == "hf":
             write(work, stage, out, dtype, shard_bytes or SHARD_BYTES)
         elif form == "shipped":
@@ -146,15 +150,27 @@ def write_shipped(work: Workspace, stage: str, out: Path, dtype: str | None = No
     """What `shipped.FOLDER` holds: a checkpoint, its configuration, and the manifest, with the score of the files as
     they were written on the run's test split. Returns the manifest.
 
+    All of it is written and measured beside what `out` holds, and takes its place at the end: an interrupted export
+    leaves the earlier one.
+
     Raises:
-        ConfigError: see `command`, or the policy is not from scratch.
+        ConfigError: see `command`, or the policy is not from scratch. Interrupted: nothing is left of it.
     """
     config = work.config
     if work.imported or config.lora.rank:
         raise ConfigError("--format shipped is for policies trained from scratch: use --format hf")
-    (out / shipped.MANIFEST).unlink(missing_ok=True)  # what is there is not whole until it is written again
-    write(work, stage, out, dtype)
-    write_text(out / shipped.CONFIG, config_io.dump(config))
+    with places.beside(out) as unfinished:
+        found = _shipped(work, stage, unfinished, dtype)
+        work.interrupt.check()
+        places.put(unfinished, out, shipped.MANIFEST)
+    return found
+
+
+def _shipped(work: Workspace, stage: str, folder: Path, dtype: str | None) -> dict[str, Any]:
+    """Writes and measures what `write_shipped` puts in place; returns the manifest."""
+    config = work.config
+    write(work, stage, folder, dtype)
+    write_text(folder / shipped.CONFIG, config_io.dump(config))
     store = work.store("grpo" if stage == "best" else stage)
     found: dict[str, Any] = {
         "name": config.name,
@@ -167,19 +183,15 @@ def write_shipped(work: Workspace, stage: str, out: Path, dtype: str | None = No
         "versions": {name: metadata.version(name) for name in _VERSIONS},
     }
     names = (hf_files.WEIGHTS, hf.CONFIG, hf.TOKENIZER, shipped.CONFIG)
-    found["files"] = {name: shipped.digest(out / name) for name in names}
-    write_text(out / shipped.MANIFEST, json.dumps(found) + "\n")
-    try:
-        with tempfile.TemporaryDirectory() as scratch, RunDirectory.create(Path(scratch) / "run", config) as run:
-            own = Workspace(run, work.progress, work.interrupt)
-            own.furnish(out)
-            result = assess.score(own, shipped.AGENT, "test", shipped.AGENT)
-    except BaseException:
-        (out / shipped.MANIFEST).unlink()  # nothing is shipped that was not measured
-        raise
+    found["files"] = {name: shipped.digest(folder / name) for name in names}
+    write_text(folder / shipped.MANIFEST, json.dumps(found) + "\n")
+    with tempfile.TemporaryDirectory() as scratch, RunDirectory.create(Path(scratch) / "run", config) as run:
+        own = Workspace(run, work.progress, work.interrupt)
+        own.furnish(folder)
+        result = assess.score(own, shipped.AGENT, "test", shipped.AGENT)
     found["measured"] = {"split": "test", **{name: result["extra"][name] for name in ("episodes", "samples")}}
     found["measured"] |= {name: result[name] for name in _MEASURED} | {"benchmark": result["benchmark"]}
-    write_text(out / shipped.MANIFEST, json.dumps(found, indent=1) + "\n")
+    write_text(folder / shipped.MANIFEST, json.dumps(found, indent=1) + "\n")
     return found
 
 
@@ -191,11 +203,25 @@ def _newest(work: Workspace) -> str:
     return work.latest_stage()
 
 
+def _refuse_unshipped(directory: Path) -> None:
+    """Refuses a directory that holds anything but an earlier export of this kind.
+
+    Raises:
+        ConfigError: what is there.
+    """
+    there = {path.name for path in directory.iterdir()} - {places.PARTIAL} if directory.is_dir() else set()
+    if there and not shipped.is_one(directory):
+        raise ConfigError(
+            f"--out {directory} holds something else ({min(there)}), and no policy that --format shipped wrote: choose "
+            "an empty directory"
+        )
+
+
 def _refuse_others(directory: Path, form: str) -> None:
     """Refuses a directory in which an export would destroy something, or make a mix of a model and adapters.
 
     Args:
-        form: see `command`.
+        form: "hf" or "peft".
 
     Raises:
         ConfigError: it holds a run, files of a checkpoint that was not exported here, or an export of the other kind.
@@ -203,7 +229,7 @@ def _refuse_others(directory: Path, form: str) -> None:
     if (directory / hf.PARTIAL).exists() or not directory.is_dir():  # of an export that was killed
         return
     names = {path.name for path in directory.iterdir()}
-    if "config.yaml" in names and not (form == "shipped" and shipped.MANIFEST in names):
+    if "config.yaml" in names:
         raise ConfigError(f"--out {directory} is a run: choose another directory")
     weights = [name for name in names if hf_files.is_weights(name) or name.endswith(".safetensors")]
     checkpoint = names & {hf.CONFIG, hf_peft.CONFIG, hf.GENERATION, hf.TOKENIZER, *FILES}

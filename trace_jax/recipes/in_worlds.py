@@ -15,6 +15,7 @@ import numpy as np
 
 from trace_jax.capability import routing as choice
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.evaluation import form
 from trace_jax.recipes import routing
 from trace_jax.recipes.adapters import MIX, TARGET
 from trace_jax.recipes.domain import domain_of
@@ -22,12 +23,13 @@ from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, write_text
 from trace_jax.recipes.workspace import Workspace
-from trace_jax.recipes.worlds import of_world, read
+from trace_jax.recipes.worlds import of_world
 from trace_jax.rollout.collect import collect
 from trace_jax.rollout.sampling import Sampling
 
 FILE = "in-worlds.json"
 EPISODES, SAMPLES = 64, 4
+_PLAYED = {"about": {}, "agents": {str: {str: {"success": float, "reward": float}}}}
 
 
 def command(
@@ -55,14 +57,14 @@ def command(
     """
     with RunDirectory.open(run_dir, lock=False) as run, Interrupt() as interrupt:
         work = Workspace(run, Progress(), interrupt)
-        names = routing.finished(out)
+        names = routing.finished(out, config)
         if not names:
             raise ConfigError(f"{out / 'adapters'} has no finished adapter: run `trace-jax capability train` first")
         held = routing.Adapters(work, out, names)
         path = out / FILE
         about = {"levels": dict(levels), "adapters": held.steps, "episodes": episodes, "samples": samples}
         about = json.loads(json.dumps(about))
-        known = read(path) if path.exists() else {}
+        known = form.read(path, _PLAYED) if path.exists() else {}
         found = known["agents"] if known.get("about") == about else {}
         for world, level in levels.items():
             environment = _environment(work, config, world, level, episodes)

@@ -68,6 +68,9 @@ class Interrupt:
     def __exit__(self, *exc) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+            outer = getattr(handler, "__self__", None)
+            if isinstance(outer, Interrupt):  # what came after the last look in here, the next stage looks at
+                outer.signal = outer.signal or self.signal
 
     def _receive(self, number: int, frame) -> None:
         if self.signal is None:

@@ -11,6 +11,7 @@ from trace_jax.config import ConfigError, EvaluationConfig
 from trace_jax.evaluation import leaderboard, paper, store, table
 from trace_jax.evaluation.kinds import KINDS, kind_of
 from trace_jax.evaluation.leaderboard import Entry
+from trace_jax.recipes import study_place
 from trace_jax.recipes.rundir import write_text
 
 _KIND = KINDS["ads"]
@@ -30,8 +31,10 @@ def command(runs: Sequence[Path], out: Path | None, config: EvaluationConfig, se
         The content of `table.json`: `benchmark`, `agents` (results by label), `paper`, `tests`, `missing`.
 
     Raises:
-        ConfigError: no results, or results on different episodes.
+        ConfigError: no results, or results on different episodes; something else lies in `out`.
     """
+    if out is not None:
+        out = study_place.for_table(out)
     entries, policies = _entries(runs)
     benchmark = leaderboard.check(entries)
     shown = leaderboard.table(entries, benchmark)

@@ -19,7 +19,7 @@ from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import require_environment
 from trace_jax.policy.chat_files import tokenizer_files
-from trace_jax.recipes import contrast, reproduce, train
+from trace_jax.recipes import contrast, reproduce, study_place, train
 from trace_jax.recipes.interrupt import Interrupted
 from trace_jax.recipes.rundir import stored_config, write_text
 from trace_jax.recipes.studies import PLANTED as NAME
@@ -45,7 +45,7 @@ def command(
         ConfigError: bad input. Interrupted: everything is saved.
     """
     require_environment(config, "ads", NAME)
-    chosen, out = _chosen(variants), out.resolve()
+    chosen = _chosen(variants)
     if config.sft.without:
         raise ConfigError(f"`sft.without` is what the variants of {NAME} set: leave it out")
     if len(set(seeds)) != len(seeds):
@@ -54,7 +54,7 @@ def command(
     for seed in seeds:
         config_io.override(config, [("seed", str(seed))])
     train.check(config)
-    out.mkdir(parents=True, exist_ok=True)
+    out = study_place.claim(out, NAME)
     reproduce.keep_programs(out)
     found: dict[str, dict[int, dict[str, Any]]] = {v: {} for v in chosen}
     result: dict[str, Any] = {}

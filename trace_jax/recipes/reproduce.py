@@ -18,7 +18,7 @@ import jax
 
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.recipes import grpo, reproduce_table, train
+from trace_jax.recipes import grpo, records, reproduce_table, study_place, train
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, stored_config, write_text
@@ -56,7 +56,7 @@ def command(
     Raises:
         ConfigError: bad input. Interrupted: everything is saved.
     """
-    study, out = STUDIES[name], out.resolve()
+    study = STUDIES[name]
     chosen = _chosen(study, variants)
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"--seeds {' '.join(map(str, seeds))} names one twice: each is a run of its own")
@@ -68,7 +68,7 @@ def command(
         train.check(planned_config)
         if source is not None:
             train.check_new("grpo", None, planned_config, source)
-    out.mkdir(parents=True, exist_ok=True)
+    out = study_place.claim(out, name)
     _same_source(out, source)
     keep_programs(out)
     source = _sft(config, out) if source is None else source
@@ -81,8 +81,8 @@ def command(
         if (other := study.references.get(variant)) is not None:
             pairs = [("grpo.turn_credit.reference", str(out / file_name(other, seed)))]
             run_config = config_io.override(run_config, pairs)
-        records = grpo_run(out / file_name(variant, seed), run_config, source)
-        table.setdefault(variant, {})[seed] = _figures(records, planned[variant])
+        logged = grpo_run(out / file_name(variant, seed), run_config, source)
+        table.setdefault(variant, {})[seed] = _figures(logged, planned[variant])
         # after every run: the table can be read before it is whole
         shown = {v: dict(sorted(table[v].items())) for v in study.variants if v in table}
         first = next(iter(shown))
@@ -141,17 +141,7 @@ def grpo_run(path: Path, config: RunConfig, source: Path) -> list[dict[str, Any]
         share_data(source, path)
     if not begun or not finished(path, grpo.STAGE):
         run_stage("grpo", path, config, resume=begun, source=None if begun else source)
-    return read_records(path)
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The figures of a run."""
-    file = path / "metrics.jsonl"
-    try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or f"a line is not JSON: {error}"
-        raise ConfigError(f"cannot read {file} ({reason}): restore it, or remove {path} to run it again") from error
+    return records.read(path)
 
 
 def _same_source(out: Path, source: Path | None) -> None:
@@ -177,7 +167,7 @@ def _finished_runs(out: Path, planned: Mapping[str, RunConfig]) -> dict[str, dic
             stored = stored_config(path.parent)
             changed = config_io.differences(stored, config.replace(seed=int(seed)))
             if set(changed) <= {"grpo.turn_credit.reference"} and finished(path.parent, grpo.STAGE):
-                table.setdefault(variant, {})[int(seed)] = _figures(read_records(path.parent), config)
+                table.setdefault(variant, {})[int(seed)] = _figures(records.read(path.parent), config)
     return table
 
 
@@ -207,10 +197,10 @@ def share_data(source: Path, path: Path) -> None:
                 shutil.copy(file, target)
 
 
-def _figures(records: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, Any]:
+def _figures(logged: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, Any]:
     """What a run came to, and its curve of training rewards."""
-    steps = [r for r in records if r["stage"] == "grpo"]
-    held = {r["step"]: r for r in records if r["stage"] == "validation"}
+    steps = [r for r in logged if r["stage"] == "grpo"]
+    held = {r["step"]: r for r in logged if r["stage"] == "validation"}
     # Seconds between the ends of steps, without the first, which compiles.
     pace = [b["seconds"] - a["seconds"] for a, b in zip(steps, steps[1:], strict=False) if b["seconds"] > a["seconds"]]
     last = steps[-LAST:]

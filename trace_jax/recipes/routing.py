@@ -22,23 +22,42 @@ from trace_jax import config_io
 from trace_jax.capability import routing
 from trace_jax.capability.routing import BASE
 from trace_jax.config import BatchConfig, ConfigError, RunConfig
+from trace_jax.config_rules import get, shown
 from trace_jax.environments.base import Environment
-from trace_jax.evaluation import store
+from trace_jax.evaluation import form, store
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
 from trace_jax.learner.probe import Probe, Question, transformer_scores
 from trace_jax.policy import lora
-from trace_jax.recipes import assess
+from trace_jax.recipes import assess, places
 from trace_jax.recipes.adapters import MIX, TARGET
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, refuse_changes, write_text
 from trace_jax.recipes.workspace import Workspace
-from trace_jax.recipes.worlds import read
 
 SYSTEM = "Choose who should work on a task."
 FILE = "routes.json"
 ROUTED, ORACLE, SUM = "routed", "oracle", "sum"
+OTHER = "other"  # directory of comparisons with another split or other settings than the first
+_ROUTES = {
+    **{"split": str, "data_seed": int, "tasks": int, "adapters": [str]},
+    **{"agreement": float, "chance": float, "chosen": {str: int}, "oracle": {str: int}},
+    "episodes": [{"chosen": str, "oracle": str}],
+}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a `routes.json`. ConfigError: it is damaged."""
+    found = form.read(path, _ROUTES)
+    labels = {*found["adapters"], "base"}
+    unknown = next((e[k] for e in found["episodes"] for k in ("chosen", "oracle") if e[k] not in labels), None)
+    why = f"it routes to {unknown!r}, which is none of its adapters" if unknown is not None else ""
+    if len(found["episodes"]) != found["tasks"]:
+        why = f"it has {len(found['episodes'])} of {found['tasks']} episodes"
+    if why:
+        raise ConfigError(f"{path} is damaged ({why}): {form.AGAIN}")
+    return found
 
 
 def route(run_dir: Path | None, config: RunConfig, *, split: str, out: Path | None = None) -> dict[str, Any]:
@@ -57,14 +76,15 @@ def route(run_dir: Path | None, config: RunConfig, *, split: str, out: Path | No
     with RunDirectory.open(run_dir, lock=False) as run, Interrupt() as interrupt:
         refuse_changes(run.config, config, (), "capability route")
         work = Workspace(run, Progress(), interrupt)
-        out = run.path / "capability" if out is None else out
-        result = _route(work, out, split)
+        out = run.path / "capability" if out is None else places.existing(out)
+        result = _route(work, out, split, finished(out, config))
     print(markdown(result), end="")
     return {k: v for k, v in result.items() if k != "episodes"}
 
 
-def _route(work: Workspace, out: Path, split: str) -> dict[str, Any]:
-    names = [n for n in finished(out) if n not in (MIX, TARGET)]
+def _route(work: Workspace, out: Path, split: str, adapters: Sequence[str]) -> dict[str, Any]:
+    """Routes of a split between some adapters; written into `out`."""
+    names = [n for n in adapters if n not in (MIX, TARGET)]
     if not names:
         raise ConfigError(f"{out / 'adapters'} has no finished adapter: run `trace-jax capability train` first")
     domain = domain_of(work.config)
@@ -99,10 +119,18 @@ def _about(work: Workspace, split: str, names: list[str]) -> dict[str, Any]:
     }
 
 
-def finished(out: Path) -> list[str]:
-    """Adapters that have made their last step, by name."""
-    found = []
+def finished(out: Path, config: RunConfig) -> list[str]:
+    """Adapters that have made their last step, by name. Says which directories it leaves out: copies and other runs,
+    whose names are none of an adapter's.
+
+    Args:
+        config: of the base's run, which says what capabilities there are.
+    """
+    found, known = [], {MIX, TARGET, *(c.name for c in domain_of(config).capabilities)}
     for path in sorted((out / "adapters").glob("*/config.yaml")):
+        if path.parent.name not in known:
+            print(f"note: {path.parent} is left out: its name is no capability's, nor {MIX} or {TARGET}")
+            continue
         with RunDirectory.open(path.parent, lock=False) as run:
             if Workspace(run, Progress(), Interrupt()).is_finished("grpo"):
                 found.append(path.parent.name)
@@ -167,7 +195,8 @@ def evaluate(
     names: Sequence[str] = (),
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluates base, adapters and ways of combining them on the task; writes `evaluation/` beside the adapters.
+    """Evaluates base, adapters and ways of combining them on the task; writes `evaluation/` beside the adapters, or
+    into a directory of its own in `other/` where results of another split or other settings lie there.
 
     Args:
         config: the run's with changes to evaluation or data.
@@ -177,14 +206,16 @@ def evaluate(
         The headline figures by name.
 
     Raises:
-        ConfigError: no finished adapter, or unknown names.
+        ConfigError: no finished adapter, unknown names, or results of other settings in the same place.
     """
     with RunDirectory.open(run_dir, lock=False) as run, Interrupt() as interrupt:
         refuse_changes(run.config, config, ("evaluation.", "data.seed", f"data.{split}"), "capability eval")
+        changed = {field: get(config, field) for field in config_io.differences(run.config, config)}
         run.config = config
         work = Workspace(run, Progress(), interrupt)
-        out = run.path / "capability" if out is None else out
-        adapters = finished(out)
+        out = run.path / "capability" if out is None else places.existing(out)
+        results = out if _others(work, out, split) is None else out / OTHER / assess.label_of(split, changed)
+        adapters = finished(out, config)
         every = ["base", *adapters, SUM, ORACLE, ROUTED]
         for name in names:
             if name not in every:
@@ -194,22 +225,53 @@ def evaluate(
                 )
         if not adapters:
             raise ConfigError(f"{out / 'adapters'} has no finished adapter: run `trace-jax capability train` first")
-        routes = _routes(work, out, split, adapters) if not names or set(names) & {ROUTED, ORACLE} else {}
+        known = _known(work, results, split)
+        wanted = not names or set(names) & {ROUTED, ORACLE}
+        routes = _routes(work, (results, out), split, adapters) if wanted else {}
         held = Adapters(work, out, adapters)
         for name in names or every:
-            _one(work, config, out, held, name, split, routes)
-    found = store.load_summaries(out)
-    assess.show(out)
+            _one(work, results, held, name, split, routes, known.get(name))
+    found = store.load_summaries(results)
+    assess.show(results)
+    if results != out:
+        print(f"results: {results}, as those of {out / store.FOLDER} are of other settings")
     return {name: summary for name, summary in found.items() if name in (names or every)}
 
 
-def _routes(work: Workspace, out: Path, split: str, adapters: Sequence[str]) -> dict[str, list[str]]:
-    """Adapter names of every episode, by `routed` and `oracle`; taken from `routes.json` where it is of these."""
-    path = out / FILE
-    found = read(path) if path.exists() else {}
+def _others(work: Workspace, results: Path, split: str) -> tuple[Path, str] | None:
+    """A result of another split or other settings that is there, and in what it differs. What earlier versions did not
+    say is no difference."""
+    asked = _asked(work, split)
+    for name, summary in store.load_summaries(results).items():
+        before = summary.get("settings", {})
+        if other := next((k for k, v in asked.items() if k in before and before[k] != v), None):
+            what = f"`{other}` is {shown(before[other])}, not {shown(asked[other])}"
+            return results / store.FOLDER / f"{name}.json", what
+    return None
+
+
+def _known(work: Workspace, results: Path, split: str) -> dict[str, dict[str, Any]]:
+    """Results that are there already, by name. ConfigError: of other settings, which new ones would replace."""
+    if (found := _others(work, results, split)) is not None:
+        raise ConfigError(f"{found[0]} is of other settings ({found[1]}) and would be lost: move it somewhere else")
+    return store.load_summaries(results)
+
+
+def _asked(work: Workspace, split: str) -> dict[str, Any]:
+    """What a result depends on besides the adapters."""
+    settings = {"split": split, "episodes": len(work.environment(split)), "seed": work.config.seed}
+    settings |= {k: v for k, v in config_io.flatten(work.config) if k.startswith(("evaluation.", "data."))}
+    return json.loads(json.dumps(settings, default=list))
+
+
+def _routes(work: Workspace, directories: Sequence[Path], split: str, adapters: Sequence[str]) -> dict[str, list[str]]:
+    """Adapter names of every episode, by `routed` and `oracle`; taken from a `routes.json` that is of these, written
+    into the first of the directories where none is."""
     about = _about(work, split, [n for n in adapters if n not in (MIX, TARGET)])
-    if any(found.get(k) != v for k, v in about.items()):
-        found = _route(work, out, split)
+    there = (read(path) for folder in directories if (path := folder / FILE).exists())
+    found = next((f for f in there if all(f.get(k) == v for k, v in about.items())), None)
+    if found is None:
+        found = _route(work, directories[0], split, adapters)
         print(markdown(found), end="")
     return {ROUTED: [e["chosen"] for e in found["episodes"]], ORACLE: [e["oracle"] for e in found["episodes"]]}
 
@@ -256,25 +318,25 @@ def _summed(adapters: Sequence[lora.Pairs]) -> lora.Pairs:
 
 def _one(
     work: Workspace,
-    config: RunConfig,
-    out: Path,
+    results: Path,
     held: Adapters,
     name: str,
     split: str,
     routes: Mapping[str, Sequence[str]],
+    known: Mapping[str, Any] | None,
 ) -> None:
-    """One row of the comparison, unless it is there."""
+    """One row of the comparison, unless it is `known` of these adapters."""
+    config = work.config
     environment, domain = work.environment(split), domain_of(config)
     count = len(environment)
     index = {n: i for i, n in enumerate(held.names)} | {"base": BASE}
     everywhere = 0 if name == SUM else index.get(name)
     adapters = [index[n] for n in routes[name]] if name in routes else [everywhere] * count
-    settings = {"split": split, "adapters": held.steps, "episodes": count, "seed": config.seed}
-    settings |= {k: v for k, v in config_io.flatten(config) if k.startswith(("evaluation.", "data."))}
-    settings = json.loads(json.dumps(settings, default=list))
-    known = store.load_summaries(out).get(name)
-    if known is not None and known.get("settings") == settings:
-        return
+    settings = _asked(work, split) | {"adapters": held.steps}
+    if known is not None:
+        if known.get("settings") == settings:
+            return
+        print(f"note: {name} is scored again: the adapters were trained on, or the result is of an earlier version")
     held.engine.set_params(held.sum if name == SUM else held.all, 0)
     with work.progress.bar(f"evaluate {name}", count) as bar:
 
@@ -296,4 +358,4 @@ def _one(
         work.interrupt.check()
     records = records_of(trajectories, domain.kind.record_of)
     result = domain.kind.summarise(records, config.evaluation, seed=config.seed)
-    store.save(out, name, result | {"settings": settings}, records)
+    store.save(results, name, result | {"settings": settings}, records)

@@ -47,9 +47,16 @@ def default_path(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Gives errors of the file system the name of the file, which Python leaves out when a write fails."""
+    """Gives errors of the file system the name of the file, which Python leaves out when a write fails.
+
+    Raises:
+        ConfigError: no such place can be made, as in /proc.
+        OSError: anything else.
+    """
     try:
         yield
+    except FileNotFoundError:
+        raise ConfigError(f"cannot write {path}: no such file or directory; choose another path") from None
     except OSError as error:
         raise OSError(error.errno, os.strerror(error.errno or errno.EIO), str(path)) from error
 

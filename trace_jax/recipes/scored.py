@@ -21,7 +21,7 @@ from trace_jax.config_rules import get, require_environment, shown
 from trace_jax.evaluation import store
 from trace_jax.evaluation.metrics import EvalRecord
 from trace_jax.policy.chat_files import tokenizer_files
-from trace_jax.recipes import adoption, assess, reproduce, scored_table, train
+from trace_jax.recipes import adoption, assess, records, reproduce, scored_table, study_place, train
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, first_used, stored_config, write_text, writing
@@ -70,7 +70,7 @@ def command(
         ConfigError: bad input. Interrupted: everything is saved.
     """
     require_environment(config, "ads", name)
-    study, out = SCORED[name], out.resolve()
+    study = SCORED[name]
     chosen = _chosen(study, variants)
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"--seeds {' '.join(map(str, seeds))} names one twice: each is a run of its own")
@@ -85,7 +85,7 @@ def command(
     runs = [(seed, row) for seed in seeds for row in chosen]
     for seed, row in runs:
         _place(out, row, study.rows[row], seed, every)
-    out.mkdir(parents=True, exist_ok=True)
+    out = study_place.claim(out, name)
     reproduce.keep_programs(out)
     found = {row: dict(_known(out, row, study.rows[row], every)) for row in study.rows}
     result: dict[str, Any] = {}
@@ -103,9 +103,9 @@ def _write(
 ) -> dict[str, Any]:
     shown_rows = {row: dict(sorted(runs.items())) for row, runs in found.items() if runs}
     figures = {row: {seed: s.figures for seed, s in runs.items()} for row, runs in shown_rows.items()}
-    records = {row: {seed: s.records for seed, s in runs.items()} for row, runs in shown_rows.items()}
+    answers = {row: {seed: s.records for seed, s in runs.items()} for row, runs in shown_rows.items()}
     result = {"study": name, "baseline": study.baseline, "steps": config.grpo.steps, "runs": figures}
-    result |= scored_table.summary(figures, records, study, config.evaluation)
+    result |= scored_table.summary(figures, answers, study, config.evaluation)
     write_text(out / f"{name}.json", json.dumps(result, indent=1) + "\n")
     write_text(out / f"{name}.md", scored_table.markdown(result, study))
     if (chart := scored_table.chart(name, result)) is not None:
@@ -257,10 +257,11 @@ def _copy(files: Sequence[Path], folder: Path) -> None:
 def _read(path: Path, config: RunConfig, agent: str) -> Scored:
     """What a scored run came to."""
     summary = assess.stored(path, config, agent)
-    figures: dict[str, Any] = {"metrics": scored_table.metrics_of(summary), "benchmark": summary["benchmark"]["sha256"]}
+    known = (summary.get("benchmark") or {}).get("sha256")  # results of earlier versions do not say
+    figures: dict[str, Any] = {"metrics": scored_table.metrics_of(summary), "benchmark": known}
     figures["decision"] = scored_table.decision_of(summary)
     if agent == "grpo":
-        steps = [r for r in reproduce.read_records(path) if r["stage"] == "grpo"]
+        steps = records.steps(path, ("full_right",))
         figures["full_right"] = [r["full_right"] for r in steps]
         figures["rewards"] = [r["reward"] for r in steps]
     return Scored(figures, store.load_records(path, agent))

@@ -46,7 +46,7 @@ def metrics_of(summary: Mapping[str, Any]) -> dict[str, float | None]:
 
 def decision_of(summary: Mapping[str, Any]) -> list[tuple[float | None, float | None]]:
     """(no-signal accuracy, FullAttr with a signal) at each threshold of a voter; empty with one answer an episode."""
-    points = summary["extra"]["abstention"].get("decision") or ()
+    points = (summary["extra"].get("abstention") or {}).get("decision") or ()
     return [(value_of(p, ("no_signal",)), value_of(p, ("signal",))) for p in points]
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.evaluation import form
+from trace_jax.policy import hf_files
 from trace_jax.recipes.rundir import stored_config
 
 AGENT = "shipped"
@@ -45,6 +47,12 @@ def stored(folder: Path | None = None) -> RunConfig:
     """Its configuration. ConfigError as `manifest`."""
     manifest(folder)
     return stored_config(folder or FOLDER)
+
+
+def is_one(folder: Path) -> bool:
+    """Whether a directory's manifest is of a policy that was exported for this, whole or not."""
+    named = {"stage": str, "files": {hf_files.WEIGHTS: str, CONFIG: str}}
+    return form.read_if(folder / MANIFEST, named) is not None
 
 
 def there() -> bool:

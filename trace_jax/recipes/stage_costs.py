@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from trace_jax.recipes import worlds
+from trace_jax.evaluation import form
 from trace_jax.recipes.rundir import write_text
 
 FILE = "costs.json"
+_COSTS = {str: {"seconds": float, "rollouts?": (int, None)}}
 
 
 class StageCosts:
@@ -26,7 +27,7 @@ class StageCosts:
         self._seconds: dict[str, float] = {}
         self._rollouts: dict[str, int] = {}
         if self._path.exists():
-            for name, cost in worlds.read(self._path).items():
+            for name, cost in form.read(self._path, _COSTS).items():
                 self._seconds[name] = cost["seconds"]
                 if cost.get("rollouts") is not None:
                     self._rollouts[name] = cost["rollouts"]

@@ -16,7 +16,8 @@ from typing import Any
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import require_environment
-from trace_jax.recipes import adapters, contrast, in_worlds, reproduce, routing, stage_costs, worlds
+from trace_jax.evaluation import form
+from trace_jax.recipes import adapters, contrast, in_worlds, reproduce, routing, stage_costs, study_place, worlds
 from trace_jax.recipes.adapters import MIX, TARGET
 from trace_jax.recipes.reproduce_table import interval
 from trace_jax.recipes.rundir import stored_config, write_text
@@ -58,13 +59,15 @@ def command(
         raise ConfigError(f"{NAME} takes the SFT policy of a run: give --init DIR")
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"--seeds {' '.join(map(str, seeds))} names one twice: each is a run of its own")
-    overrides, out, stored = list(overrides), out.resolve(), stored_config(source)
+    overrides, stored = list(overrides), stored_config(source)
+    for seed in seeds:
+        config_io.override(config, [("seed", str(seed))])
     allowed = (*adapters.MAY_CHANGE, "capability.")
     for name, _ in overrides:
         if not name.startswith(allowed):
             raise ConfigError(f"--{name} is of the SFT policy and fixed: {NAME} takes fields of {', '.join(allowed)}")
     steps = config.grpo.steps if steps is None else steps
-    _same(out, source, steps, overrides)
+    out = _begin(out, source, steps, overrides)
     reproduce.keep_programs(out)
     labelled = config_io.override(stored, [(n, v) for n, v in overrides if n.startswith("capability.")])
     costs = StageCosts(out)
@@ -102,15 +105,18 @@ def command(
     return result
 
 
-def _same(out: Path, source: Path, steps: int, overrides: Sequence[tuple[str, str]]) -> None:
-    """Keeps what a study began with: other settings do not belong into its table."""
+def _begin(out: Path, source: Path, steps: int, overrides: Sequence[tuple[str, str]]) -> Path:
+    """The study's directory, with what it began with: other settings do not belong into its table.
+
+    Raises:
+        ConfigError: it is of others, see `study_place.claim`.
+    """
     mine = {"source": str(source.resolve()), "steps": steps, "fields": dict(overrides)}
-    path = out / "study.json"
-    if path.exists() and (before := worlds.read(path)) != mine:
-        changed = next(k for k in mine if before.get(k) != mine[k])
+    out = study_place.claim(out, NAME, mine)
+    before = form.read(out / study_place.FILE, {}, "restore it, or choose another --out")
+    if changed := next((k for k in mine if before.get(k) != mine[k]), None):
         raise ConfigError(f"{out} is a study with other {changed} ({before.get(changed)}): give another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(mine, indent=1) + "\n")
+    return out
 
 
 def _train(
@@ -141,7 +147,7 @@ def _figures(
     def rate(s: Mapping[str, Any]) -> float:
         return s["full_attr_at_1"]["value"]
 
-    routes = worlds.read(folder / routing.FILE)
+    routes = routing.read(folder / routing.FILE)
     return {
         "held_out": {name: rate(s) for name, s in summaries.items()},
         "in_worlds": inside,

@@ -18,6 +18,8 @@ from trace_jax import config_io
 from trace_jax.capability import worlds
 from trace_jax.capability.worlds import Statistics, Try, Window
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.evaluation import form
+from trace_jax.recipes import places
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
@@ -29,6 +31,10 @@ from trace_jax.rollout.sampling import Sampling
 FILE = "worlds.json"
 FEW = 400  # attempts of a try: fewer are said to be few
 WINDOW = Window()
+_PLAYED = {"level": float, **dict.fromkeys(Statistics.__dataclass_fields__, float)}
+_REFUSED = {"level": float, "faults": [str]}
+_WORLD = {"accepted": bool, "level": form.NUMBER, "tries": [{}]}
+_CONTRAST = {"kept": [str], "settings?": {"stage?": str}}
 
 
 def command(
@@ -59,7 +65,7 @@ def command(
     with RunDirectory.open(run_dir) as run, Interrupt() as interrupt:
         refuse_changes(run.config, config, (), "capability worlds")
         work = Workspace(run, Progress(), interrupt)
-        out = run.folder("capability") if out is None else out
+        out = run.folder("capability") if out is None else places.folder(out)
         names = chosen(run, config, names)
         size = (seeds or worlds.SEEDS, rollouts or worlds.ROLLOUTS)
         found = _Search(work, out, size)
@@ -91,10 +97,12 @@ def chosen(run: RunDirectory, config: RunConfig, names: Sequence[str]) -> list[s
             f"{run.path} has no contrast: run `trace-jax capability contrast --run-dir {run.path}` first, or name "
             "--capabilities"
         )
-    newest = read(files[-1])
-    kept = newest.get("kept", [])
+    newest = form.read(files[-1], _CONTRAST, "run `trace-jax capability contrast` again")
+    kept = newest["kept"]
     if not kept:
         raise ConfigError(f"{files[-1]} kept no capability: name --capabilities to train one all the same")
+    if unknown := [name for name in kept if name not in known]:
+        raise ConfigError(f"{files[-1]} is damaged (no capability {unknown[0]!r}): run the contrast again")
     print(f"capabilities of {files[-1].parent.name}: {', '.join(kept)}")
     if (stage := newest.get("settings", {}).get("stage")) in ("grpo", "best"):
         print(f"note: that contrast is of the policy {stage}, adapters begin from sft: contrast that with --stage sft")
@@ -102,17 +110,21 @@ def chosen(run: RunDirectory, config: RunConfig, names: Sequence[str]) -> list[s
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A JSON object of ours.
+    """The content of a `worlds.json`.
 
     Raises:
         ConfigError: it is damaged.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} is damaged: remove it and run the command again")
+    found = form.read(path, {"settings?": {}, "worlds": {str: _WORLD}})
+    for name, world in found["worlds"].items():
+        why = f"worlds.{name} is accepted and has no level" if world["accepted"] and world["level"] is None else ""
+        for i, tried in enumerate(world["tries"]):
+            kind = _PLAYED if "reward" in tried else _REFUSED
+            why = why or form.fault(tried, kind, f"worlds.{name}.tries[{i}]")
+            if not why and kind is _REFUSED and not tried["faults"]:
+                why = f"worlds.{name}.tries[{i}] says no reason"
+        if why:
+            raise ConfigError(f"{path} is damaged ({why}): {form.AGAIN}")
     return found
 
 
@@ -132,7 +144,10 @@ class _Search:
                     f"{path} was searched with other settings ({before.get('settings')}): remove it or choose another "
                     "--out"
                 )
+            known = [c.name for c in domain_of(work.config).capabilities]
             for name, world in before["worlds"].items():
+                if name not in known:
+                    raise ConfigError(f"{path} is damaged (no capability {name!r}): {form.AGAIN}")
                 self.tries[name] = [Try.from_json(t) for t in world["tries"]]
 
     def search(self, name: str) -> None:

@@ -207,6 +207,16 @@ def _summed(rows: Sequence[Row], keys: Sequence[str]) -> list[dict[str, Any]]:
     return [dict(zip(keys, key, strict=True)) | entry for key, entry in sorted(sums.items(), key=lambda kv: str(kv[0]))]
 
 
+def words(platform: str) -> tuple[str, ...]:
+    """What the files of an episode are called besides its stem: one report, or one by slice and one by campaign."""
+    return ("slices", "campaigns") if PLATFORMS[platform].totals else ("report",)
+
+
+def name(stem: str, word: str) -> str:
+    """Name of a file."""
+    return f"{stem}-{word}.csv"
+
+
 def files(record: EpisodeRecord, platform: str) -> dict[str, bytes]:
     """The files that a platform would give out for an episode, by a word for each."""
     spec, tables = PLATFORMS[platform], record.visible()
@@ -216,12 +226,12 @@ def files(record: EpisodeRecord, platform: str) -> dict[str, bytes]:
         row |= {a: words[row[a]] for a, words in spec.dimensions.items()}
     if spec.drops_empty:
         rows = [row for row in rows if row["impressions"]]
-    made = {"slices" if spec.totals else "report": _bytes(spec, spec.columns, rows)}
+    made = {words(platform)[0]: _bytes(spec, spec.columns, rows)}
     if spec.totals:
         stock = {(r["campaign_id"], r["ds"]): r["in_stock"] for r in tables["inventory"].to_pylist()}
         totals = [r | {"campaign": r["campaign_id"]} for r in tables["daily_campaign"].to_pylist()]
         totals = [r | {"in_stock": stock[r["campaign_id"], r["ds"]]} for r in totals]
-        made["campaigns"] = _bytes(spec, spec.totals, totals)
+        made[words(platform)[1]] = _bytes(spec, spec.totals, totals)
     return made
 
 
@@ -257,6 +267,6 @@ def write(record: EpisodeRecord, platform: str, folder: Path, stem: str) -> list
     """Writes the files of `files` as STEM-WORD.csv; OSError if the disk does not take them."""
     paths = []
     for word, content in files(record, platform).items():
-        paths.append(folder / f"{stem}-{word}.csv")
+        paths.append(folder / name(stem, word))
         replace(paths[-1], content)
     return paths
