@@ -89,3 +89,10 @@ def test_windows_are_looked_at_before_the_files_are_read(table, diagnose, monkey
     monkeypatch.setattr(command, "digest", lambda *_: pytest.fail("read"))
     status, _, _, err = diagnose(table, argv=("--before", "x:y", "--after", "2026-01-01:2026-01-02"))
     assert status == 2 and "--before x:y" in err
+
+
+def test_a_figure_that_cannot_be_is_explained(table, diagnose):
+    constant = [f"{line},100%" if number else f"{line},In-stock rate" for number, line in enumerate(table.splitlines())]
+    status, _, out, err = diagnose("\n".join(constant) + "\n", argv=HALVES)
+    assert status == 0, err
+    assert "stock null" in out and "(null: nothing to compare" in out

@@ -95,6 +95,8 @@ class View:
             self.say(f"        {line}")
         if len(lines) > SHOWN_LINES:
             self.say(f"        ... {len(lines) - SHOWN_LINES} more lines", "dim")
+        if any("null" in line.split() for line in lines[:SHOWN_LINES]):
+            self.say("        (null: nothing to compare, as where a column is missing or never changes)", "dim")
 
     def answered(self, number: int, calls: int, answer: str | None) -> None:
         """How an investigation ended."""
