@@ -322,3 +322,11 @@ def test_a_copied_adapter_is_left_out_with_a_note(tmp_path, capsys):
     put(tmp_path / "adapters" / "stopping" / "config.yaml", "x: 1")
     with pytest.raises(ConfigError, match="damaged"):
         routing.finished(tmp_path, RunConfig())
+
+
+def test_a_choice_that_does_not_depend_on_the_task_is_said_to_be_none():
+    from trace_jax.recipes import routing
+
+    result = {"adapters": ["drill-down", "abstention"], "split": "test", "agreement": 0.2, "chance": 0.2, "oracle": {}}
+    assert "chose drill-down for every episode" in routing.markdown(result | {"chosen": {"drill-down": 9}})
+    assert "for every episode" not in routing.markdown(result | {"chosen": {"drill-down": 8, "base": 1}})

@@ -184,6 +184,12 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"\n{total} episodes of {result['split']}: the choice is that of the oracle in {result['agreement']:.0%}, by "
         f"chance it would be in {result['chance']:.0%}.\n"
     )
+    if len(names) > 2 and total > 1 and max(result["chosen"].values()) == total:
+        only = next(n for n, c in result["chosen"].items() if c == total)
+        lines.append(
+            f"The policy chose {only} for every episode, whatever the task: a policy trained from scratch "
+            "reads no descriptions. Take an imported one, or `oracle` to see what routing is worth.\n"
+        )
     return "\n".join(lines)
 
 
