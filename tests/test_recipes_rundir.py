@@ -201,11 +201,15 @@ def test_first_signal_asks_and_second_ends():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_break_ends_the_process_where_an_exception_would_be_forgotten(number, tmp_path):
     code = """
-        import gc, os, signal, sys, tempfile
+        import gc, os, pathlib, signal, sys, tempfile
         from trace_jax.recipes.interrupt import Break
+        from trace_jax.warehouse import files
         with Break("interrupted; start again"):
             folder = tempfile.mkdtemp()
             print(os.path.dirname(folder), flush=True)
+            held = files.unfinished(pathlib.Path(os.environ["TMPDIR"], "mine"), ".wal")
+            partial = held.__enter__()
+            partial.write_text("half"), partial.with_name(partial.name + ".wal").write_text("half")
             gc.callbacks.append(lambda phase, info: os.kill(os.getpid(), int(sys.argv[1])))
             gc.collect()  # what is raised in a callback is printed, and the program goes on
             print("not here", flush=True)

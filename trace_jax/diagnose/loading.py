@@ -18,6 +18,7 @@ from trace_jax.config import ConfigError
 from trace_jax.diagnose import reading, repeats, survey, synonyms
 from trace_jax.diagnose.mapping import Plan
 from trace_jax.diagnose.sources import literal, quoted
+from trace_jax.warehouse.files import unfinished
 
 MEMORY_MB = 1024
 THREADS = 2
@@ -240,23 +241,19 @@ def keep(loaded: Loaded, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    partial = path.with_name(f"{path.name}.trace-jax.partial")
     run = loaded.connection.execute
     try:
-        run(f"ATTACH {literal(str(partial))} AS kept")
-        try:
-            for table in ("cells", "totals"):
-                run(f"CREATE TABLE kept.{quoted(table)} AS FROM {table}")
-        finally:
-            run("DETACH kept")
-        partial.replace(path)
+        with unfinished(path, ".wal") as partial:
+            run(f"ATTACH {literal(str(partial))} AS kept")
+            try:
+                for table in ("cells", "totals"):
+                    run(f"CREATE TABLE kept.{quoted(table)} AS FROM {table}")
+            finally:
+                run("DETACH kept")
+            partial.replace(path)
     except (duckdb.IOException, duckdb.OutOfMemoryException, OSError) as error:
         reason = " ".join(str(error).split("\n")[0].split())[:200]
         raise ConfigError(f"cannot write --keep {path}: {reason}; free space or name another file") from None
-    finally:
-        for left in (partial, partial.with_name(f"{partial.name}.wal")):
-            with contextlib.suppress(OSError):
-                left.unlink(missing_ok=True)
 
 
 def campaigns(loaded: Loaded) -> Mapping[str, float]:

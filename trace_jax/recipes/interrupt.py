@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 from trace_jax.recipes import distributed
 from trace_jax.recipes.distributed import several
+from trace_jax.warehouse import files
 
 
 class Interrupted(Exception):
@@ -125,7 +126,7 @@ class Break:
 
     `KeyboardInterrupt` does not do: raised in a callback of a library's, such as the one by which JAX hears of garbage
     collections, it is printed and forgotten, and the command goes on; raised on the way back through C++ it aborts.
-    Temporary files of the command lie in one folder, which is removed.
+    Temporary files of the command lie in one folder, which is removed, and so is what was being written (`files`).
 
     Args:
         line: what is said.
@@ -152,6 +153,7 @@ class Break:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _receive(self, number: int, frame) -> None:
+        files.abandon()
         if self._temporary:
             shutil.rmtree(self._temporary, ignore_errors=True)
         _end(number, self._line)

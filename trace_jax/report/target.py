@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
 from trace_jax.config import ConfigError
+from trace_jax.warehouse.files import unfinished
 
 MARK = '<meta name="generator" content="trace-jax">'  # in the head of every page
 
@@ -47,13 +47,11 @@ def put(out: Path, page: str, *, ours: bool = False, flag: str = "--out") -> Pat
         ConfigError: it cannot be written, see `check_target`.
     """
     check_target(out, ours=ours, flag=flag)
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, out)
+        with unfinished(out) as partial:
+            partial.write_text(page, encoding="utf-8")
+            os.replace(partial, out)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise _unwritable(out, error, flag) from None
     return out

@@ -17,6 +17,8 @@ _MENDS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable or choose another place"),
 }
 
+_UNFINISHED: set[Path] = set()
+
 
 def sha256(path: Path) -> str:
     """Hexadecimal digest of a file."""
@@ -24,15 +26,37 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextlib.contextmanager
+def unfinished(path: Path, *endings: str) -> Iterator[Path]:
+    """A name beside `path` to write to before `os.replace`; what still has it in the end is removed.
+
+    Args:
+        endings: of files that the writer makes besides, such as `.wal`.
+    """
+    partial = path.with_name(f"{path.name}.trace-jax.partial")  # a name that no file of a user's has
+    own = [partial, *(partial.with_name(partial.name + ending) for ending in endings)]
+    _UNFINISHED.update(own)
+    try:
+        yield partial
+    finally:
+        for left in own:
+            with contextlib.suppress(OSError):  # the error on its way out says more
+                left.unlink(missing_ok=True)
+            _UNFINISHED.discard(left)
+
+
+def abandon() -> None:
+    """Removes what is unfinished: for a process that a signal ends wherever it is."""
+    for left in list(_UNFINISHED):
+        with contextlib.suppress(OSError):
+            left.unlink(missing_ok=True)
+
+
 def replace(path: Path, content: bytes | memoryview) -> str:
     """Write `content` to `path` in one step, so that no half file has that name; returns its SHA-256."""
-    partial = path.with_name(f"{path.name}.trace-jax.partial")  # a name that no file of a user's has
-    try:
+    with unfinished(path) as partial:
         partial.write_bytes(content)
         os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):  # the error on its way out says more
-            partial.unlink(missing_ok=True)
     return hashlib.sha256(content).hexdigest()
 
 
