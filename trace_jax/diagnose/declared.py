@@ -133,8 +133,8 @@ def absent(declared: Declared, held: Mapping[str, Sequence[str]]) -> list[str]:
         if dimension not in held:
             out.append(f"values.{dimension} of the mapping: the tables have no {dimension} that is looked at")
             continue
-        there = {synonyms.squash(value) for value in held[dimension]}
-        lost = [value for value in words if synonyms.squash(value) not in there]
+        there = {synonyms.spelling(value) for value in held[dimension]}
+        lost = [value for value in words if synonyms.spelling(value) not in there]
         if lost:
             meant = nearest(lost[0], held[dimension])
             mend = f"; did you mean {meant!r} by {lost[0]!r}?" if meant else ""

@@ -21,6 +21,7 @@ from trace_jax.simulator.causes import CAUSES, FLAT, NO_SIGNAL, PRIMARY
 
 STILL = 2.0  # standard errors: less may be chance
 COMPARED = 0.1  # logarithm: what a series may differ by from what it is compared with, before it is said to have moved
+NOTHING = 1e-4  # share of the other level that a level of 0 counts as
 _AT_ONCE, _AROUND = 0.8, 3  # share of a change within so many days before and after its first day
 
 Masks = tuple[Bool[np.ndarray, " T"], Bool[np.ndarray, " T"]]
@@ -155,10 +156,11 @@ def _move(metric: str, own: Sums, rest: Sums | None, found: Series, masks: Masks
         squares += float((w * (y - levels[-1]) ** 2).sum())
         days += int((w > 0).sum())
         inverse += 1 / float(w.sum())
-    if min(levels) <= 0 or days < 4:
+    if max(levels) <= 0 or days < 4:
         return None
     error = np.sqrt(max(squares, 1e-12) / (days - 2) * inverse)
-    return Move(float(np.log(levels[1] / levels[0])), (levels[1] - levels[0]) / float(error))
+    first, second = np.maximum(levels, NOTHING * max(levels))  # from or to nothing has no logarithm
+    return Move(float(np.log(second / first)), (levels[1] - levels[0]) / float(error))
 
 
 def _within_days(metric: str, own: Sums, rest: Sums | None, found: Series, masks: Masks, whole: Move) -> bool:

@@ -77,13 +77,20 @@ def database() -> Iterator[duckdb.DuckDBPyConnection]:
             connection.close()
 
 
-def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out: Sequence[str] = ()) -> Loaded:
+def load(
+    plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out: Sequence[tuple[str, bool]] = ()
+) -> Loaded:
     """Reads all rows.
+
+    Args:
+        left_out: of `mapping.plans`.
 
     Raises:
         ConfigError: no impressions or clicks, no row with a date, or a file that breaks off in the middle.
     """
-    notes, problems = list(left_out), []
+    notes, problems = [], []
+    for text, named in left_out:  # a table of a database may well be of something else
+        (problems if named else notes).append(text)
     for plan in plans:
         notes += [f"{plan.source.name}: {note}" for note in plan.source.notes]
     main = main_tables(plans)
@@ -111,6 +118,8 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
                 column = f"{count:,} of {plan.fields[metric]!r}"
                 notes.append(f"{plan.source.name}: {column} are no numbers, e.g. {example!r}: taken as 0")
     views, held = {"loaded": _read(connection, "raw_cells", main, dimensions, metrics, problems)}, ()
+    lacking = _lacking(connection, main, metrics, problems)
+    metrics = tuple(m for m in metrics if m not in lacking)
     _aggregate(connection, "cells", "raw_cells", dimensions, metrics)
     if not connection.execute("SELECT count(*) FROM cells").fetchone()[0]:
         raise ConfigError(f"{main[0].source.path} has no rows with a date: export it again, or name its date column")
@@ -121,7 +130,7 @@ def load(plans: Sequence[Plan], connection: duckdb.DuckDBPyConnection, left_out:
         total_metrics = tuple(m for m in total_metrics if not mixed or m not in (*synonyms.AMOUNTS, "budget"))
         views["loaded_totals"] = _read(connection, "raw_totals", totals, (), total_metrics, problems)
         held = total_metrics
-        notes += _one_campaign(connection)
+        notes += _one_campaign(connection, notes, problems)
         _aggregate(connection, "own_totals", "raw_totals", (), total_metrics)
         survey.check_signs(connection, "own_totals", total_metrics, totals)
         total_metrics = _merge_totals(connection, metrics, total_metrics)
@@ -190,6 +199,23 @@ def _read(
     return repeats.kept(parts, single, repeats.twice_in_a_file(connection, table, metrics, problems))
 
 
+def _lacking(
+    connection: duckdb.DuckDBPyConnection, plans: Sequence[Plan], metrics: Sequence[str], problems: list[str]
+) -> set[str]:
+    """Metrics that one of the files with rows of their own has no column of: there they would read as 0."""
+    plans = repeats.richest_first(plans)
+    there = [part for (part,) in connection.execute("SELECT DISTINCT part FROM raw_cells ORDER BY 1").fetchall()]
+    lacking: set[str] = set()
+    for part in there:
+        names = [m for m in metrics if m not in plans[part].fields]
+        if new := [m for m in names if m not in lacking]:
+            lacking.update(new)
+            problems.append(
+                f"{plans[part].source.name} has no {' and no '.join(new)}, which another file has: not looked at"
+            )
+    return lacking
+
+
 def _aggregate(
     connection: duckdb.DuckDBPyConnection, table: str, source: str, dimensions: Sequence[str], metrics: Sequence[str]
 ) -> None:
@@ -207,14 +233,27 @@ def _aggregate(
     )
 
 
-def _one_campaign(connection: duckdb.DuckDBPyConnection) -> list[str]:
-    """A table without campaigns belongs to the only campaign of the other; said where there are several."""
+def _one_campaign(connection: duckdb.DuckDBPyConnection, notes: list[str], problems: list[str]) -> list[str]:
+    """A table without campaigns belongs to the only campaign of the other; said where there are several, and where the
+    names of one are not those of the other."""
     names = {t: [r[0] for r in connection.execute(f"SELECT DISTINCT campaign FROM {t}").fetchall()] for t in _TABLES}
     for table, other in (_TABLES, _TABLES[::-1]):
         if names[table] == [NO_CAMPAIGN] != names[other]:
             if len(names[other]) > 1:
                 return ["one of the files has no column of campaigns and cannot be told apart by the other's"]
             connection.execute(f"UPDATE {table} SET campaign = ?", names[other])
+            return []
+    cells, totals = names[_TABLES[0]], names[_TABLES[1]]
+    for name in set(cells) - set(totals) - {NO_CAMPAIGN}:
+        alike = [t for t in totals if t not in cells and synonyms.squash(t) == synonyms.squash(name)]
+        if len(alike) == 1:
+            connection.execute(f"UPDATE {_TABLES[1]} SET campaign = ? WHERE campaign = ?", [name, alike[0]])
+            notes.append(f"campaign {alike[0]!r} of the totals is taken for {name!r} of the slices")
+        elif NO_CAMPAIGN not in totals:
+            problems.append(
+                f"campaign {name!r} of the slices is not among those of the totals ({', '.join(map(repr, totals[:4]))}"
+                f"{', ...' * (len(totals) > 4)}), which are taken for other campaigns: spell the names alike"
+            )
     return []
 
 

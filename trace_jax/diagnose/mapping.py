@@ -57,8 +57,9 @@ class Plan:
 
 def plans(
     sources: Sequence[Source], declared: Declared, connection: duckdb.DuckDBPyConnection
-) -> tuple[list[Plan], list[str]]:
-    """How each table is read, and in words which are left out because they have no dates.
+) -> tuple[list[Plan], list[tuple[str, bool]]]:
+    """How each table is read, and in words which are left out because they have no dates; of each whether it is a file
+    that the user named.
 
     Raises:
         ConfigError: a declared column is in no file, or no file has a column of dates.
@@ -76,7 +77,7 @@ def plans(
         raise ConfigError(
             f"{sources[0].path} has no column of dates among {all_columns}: name it as columns.date in a --mapping file"
         )
-    left = [f"{s.name} has no column of dates and is left out" for s, plan in found if plan is None]
+    left = [(f"{s.name} has no column of dates and is left out", not s.attach) for s, plan in found if plan is None]
     return made, left
 
 
@@ -88,13 +89,15 @@ def _some(names: Sequence[str]) -> str:
 def _plan(source: Source, declared: Declared, connection: duckdb.DuckDBPyConnection) -> Plan | None:
     ranked: dict[str, list[tuple[int, str]]] = {}
     said = {column for column in declared.columns.values() if column is not None}
+    # What the mapping names in another file's words is guessed here: files may call one thing by two names.
+    here = {name for name, column in declared.columns.items() if column is None or column in source.columns}
     for column in source.columns:
         known = synonyms.field_of(column)
-        if known is not None and known[0] not in declared.columns and column not in said:
+        if known is not None and known[0] not in here and column not in said:
             ranked.setdefault(known[0], []).append((known[1], column))
     fields = {name: column for name, column in declared.columns.items() if column in source.columns}
     dates = [fields["date"]] if "date" in fields else [c for _, c in sorted(ranked.get("date", []))]
-    if "date" not in declared.columns:  # a column of dates under a name of its own
+    if "date" not in here:  # a column of dates under a name of its own
         dates += [
             c for c, t in zip(source.columns, source.types, strict=True) if t == "DATE" or t.startswith("TIMESTAMP")
         ]
@@ -114,9 +117,7 @@ def _plan(source: Source, declared: Declared, connection: duckdb.DuckDBPyConnect
     derived = tuple(c for c in rest if synonyms.is_derived(c))
     currency = next((c for c in rest if synonyms.is_currency(c)), None)
     rest = [c for c in rest if c not in derived and c != currency and synonyms.field_of(c) is None]
-    by_values = _by_values(
-        source, rest, [d for d in synonyms.DIMENSIONS if d not in {*fields, *declared.columns}], connection
-    )
+    by_values = _by_values(source, rest, [d for d in synonyms.DIMENSIONS if d not in {*fields, *here}], connection)
     fields |= by_values
     numbers = [fields[m] for m in synonyms.METRICS if m in fields]
     text = [c for c in numbers if source.types[source.columns.index(c)] == "VARCHAR"]
@@ -132,7 +133,19 @@ def _plan(source: Source, declared: Declared, connection: duckdb.DuckDBPyConnect
         tuple(c for c in source.columns if c not in used),
         tuple(by_values),
     )
-    return _readable(plan, declared, connection)
+    return _readable(_without_numbers(plan, declared, connection), declared, connection)
+
+
+def _without_numbers(plan: Plan, declared: Declared, connection: duckdb.DuckDBPyConnection) -> Plan:
+    """The plan without guessed placements and devices that are numbers, as the average position of a search report."""
+    fields = dict(plan.fields)
+    for dimension in ("placement", "device"):
+        if dimension in fields and dimension not in declared.columns:
+            value = reading.number(fields[dimension], plan.kind(fields[dimension]), plan.decimal)
+            if reading.readable_share(connection, plan.source.relation, fields[dimension], value) >= reading.READABLE:
+                del fields[dimension]
+    dropped = tuple(c for f, c in plan.fields.items() if f not in fields)
+    return dataclasses.replace(plan, fields=fields, unused=plan.unused + dropped)
 
 
 def _by_values(
@@ -194,8 +207,10 @@ def template(made: Sequence[Plan], values: Mapping[str, Mapping[str, str]], decl
         columns |= {k: v for k, v in plan.fields.items() if k not in columns}
     body: dict[str, Any] = {"columns": {f: columns[f] for f in synonyms.FIELDS if f in columns}}
     body["values"] = {d: dict(words) for d, words in values.items() if words}
-    form = next((p.date.form for p in made if p.date.form and p.date.form not in reading.NUMBERED), "")
-    body |= {"date_format": form, "timezone": declared.timezone, "decimal": made[0].decimal}
+    forms = {p.date.form for p in made if p.date.form and p.date.form not in reading.NUMBERED}
+    marks = {p.decimal for p in made}
+    form, mark = (found.pop() if len(found) == 1 else "" for found in (forms, marks))
+    body |= {"date_format": form, "timezone": declared.timezone, "decimal": mark}
     note = "# What trace-jax diagnose guessed. Correct it and pass it with --mapping; see docs/diagnose.md.\n"
     if unused := list(dict.fromkeys(c for plan in made for c in plan.unused)):
         free = ", ".join(d for d in synonyms.DIMENSIONS if d not in columns) or "none"

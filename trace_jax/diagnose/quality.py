@@ -15,6 +15,7 @@ from trace_jax.diagnose.series import ALL, Series
 DIFFERENT = 0.01  # relative difference of two totals that is worth a line
 LAG_DAYS = 7  # conversions of so many last days may still come in
 LATE_Z = 3.0
+EXPECTED = 20  # orders or clicks that days without any would have had
 HALF_DAY = 0.3  # a last day with a smaller share of the usual impressions ended too early
 
 
@@ -111,6 +112,7 @@ def _counts(loaded: Loaded, found: Series) -> list[Finding]:
             out.append(
                 Finding("counts", f"{count:,} rows have more {smaller} than {larger} ({why})", smaller == "clicks")
             )
+    out += _stopped(found)
     for metric in loaded.metrics:
         own = f"SELECT count(*) FROM cells WHERE {metric} < 0 AND (? OR campaign = ?)"
         count = loaded.ask(own, found.campaign == ALL, found.campaign)[0][0]
@@ -120,11 +122,47 @@ def _counts(loaded: Loaded, found: Series) -> list[Finding]:
     return out
 
 
+def _stopped(found: Series) -> list[Finding]:
+    """Metrics that are 0 on all first or all last days, and not in between: a fall to nothing, or a report that does
+    not have them."""
+    out = []
+    for metric, below in (("clicks", "impressions"), ("orders", "clicks"), ("spend", "clicks"), ("sales", "clicks")):
+        if not {metric, below} <= found.totals.keys():
+            continue
+        days = np.flatnonzero(found.present & (found.totals[below] > 0))
+        some = found.totals[metric][days] > 0
+        if not some.any():
+            continue
+        first, last = days[some][0], days[some][-1]
+        rate = found.totals[metric][first : last + 1].sum() / found.totals[below][first : last + 1].sum()
+        sides = ((days < first, f"before {found.date(first)}"), (days > last, f"after {found.date(last)}"))
+        for side, where in sides:
+            own = days[side]
+            expected = rate * found.totals[below][own].sum()
+            if len(own) >= 2 and (metric not in synonyms.COUNTS or expected >= EXPECTED):
+                why = "did the report, or its tracking, have them then?"
+                out.append(Finding("zeros", f"{metric} are 0 on all {len(own)} days {where}: {why}", True))
+    return out
+
+
 def _agreement(loaded: Loaded, found: Series) -> list[Finding]:
     """Totals of their own file against the sums of the rows by slice."""
     if not loaded.own_totals:
         return []
     out, compared = [], []
+    own = "SELECT DISTINCT ds FROM own_totals WHERE (? OR campaign = ?)"
+    both, alone = loaded.ask(
+        "SELECT count(*) FILTER (s.ds IS NOT NULL), count(*) FILTER (s.ds IS NULL)"
+        f" FROM ({own}) d LEFT JOIN (SELECT DISTINCT ds FROM mine) s USING (ds)",
+        found.campaign == ALL,
+        found.campaign,
+    )[0]
+    if alone > 0.2 * (both + alone):
+        out.append(
+            Finding("totals", f"{alone} days are in the totals only, without slices: they are not looked at", True)
+        )
+    if not both:
+        return out
     for metric in (*synonyms.COUNTS, *synonyms.AMOUNTS):
         if metric not in loaded.metrics or metric not in loaded.own_totals or metric not in found.totals:
             continue
@@ -140,7 +178,7 @@ def _agreement(loaded: Loaded, found: Series) -> list[Finding]:
             text = f"{metric} of the totals and of the slices differ on {len(days)} days, most on {day}"
             text += f": {total:,.6g} and {summed:,.6g}"
             out.append(Finding("totals", f"{text}; totals are used for the campaign, slices for slices", True))
-    if compared and not out:
+    if compared and not any(f.text.startswith(tuple(compared)) for f in out):
         out.append(Finding("totals", f"{', '.join(compared)} of the totals and of the slices agree to {DIFFERENT:.0%}"))
     return out
 

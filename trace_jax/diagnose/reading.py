@@ -31,11 +31,15 @@ CREATE OR REPLACE TEMP MACRO cell_day(d) AS
 CREATE OR REPLACE TEMP MACRO cell_between(x, most) AS CASE WHEN x BETWEEN 0 AND most THEN x END;
 CREATE OR REPLACE TEMP MACRO cell_finite(x) AS CASE WHEN isfinite(x) THEN x END;
 CREATE OR REPLACE TEMP MACRO cell_signed(t, x) AS
-  cell_finite(x * CASE WHEN t LIKE '(%)' THEN -1 ELSE 1 END / CASE WHEN suffix(t, '%') THEN 100 ELSE 1 END);
+  cell_finite(x * CASE WHEN regexp_matches(t, '^[^0-9]*\([^()]*[0-9][^()]*\)[^0-9]*$') THEN -1 ELSE 1 END
+  * CASE WHEN regexp_matches(t, '[0-9] ?[kK]$') THEN 1e3 WHEN regexp_matches(t, '[0-9] ?[mM]$') THEN 1e6 ELSE 1 END
+  / CASE WHEN regexp_matches(t, '%\)?$') THEN 100 ELSE 1 END);
+CREATE OR REPLACE TEMP MACRO cell_amount(x) AS
+  regexp_replace(replace(cell_text(x), chr(8722), '-'), '[[:alpha:]]+\.', '', 'g');
 CREATE OR REPLACE TEMP MACRO cell_number(x) AS cell_signed(cell_text(x), coalesce(TRY_CAST(cell_text(x) AS DOUBLE),
-  TRY_CAST(regexp_replace(cell_text(x), '[^0-9.-]', '', 'g') AS DOUBLE)));
+  TRY_CAST(regexp_replace(cell_amount(x), '[^0-9.-]', '', 'g') AS DOUBLE)));
 CREATE OR REPLACE TEMP MACRO cell_comma_number(x) AS cell_signed(cell_text(x),
-  TRY_CAST(replace(regexp_replace(cell_text(x), '[^0-9,-]', '', 'g'), ',', '.') AS DOUBLE));
+  TRY_CAST(replace(regexp_replace(cell_amount(x), '[^0-9,-]', '', 'g'), ',', '.') AS DOUBLE));
 """
 _DATES = (
     "%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", "%Y%m%d", "%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y", "%d-%b-%Y",
@@ -127,8 +131,9 @@ def date_format(
 
 
 def _sample(connection: duckdb.DuckDBPyConnection, relation: str, column: str, most: int = 2000) -> list[str]:
+    """Distinct texts of a column, from all over it: the first in order would be the first days of every month."""
     query = f"SELECT DISTINCT v FROM (SELECT {text_of(column)} v FROM {relation} LIMIT 200000) WHERE v IS NOT NULL"
-    return [row[0] for row in connection.execute(f"{query} ORDER BY v LIMIT {most}").fetchall()]
+    return sorted(row[0] for row in connection.execute(f"{query} ORDER BY hash(v), v LIMIT {most}").fetchall())
 
 
 def _plausible(forms: Sequence[str], values: Sequence[str]) -> list[str]:

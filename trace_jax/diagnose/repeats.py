@@ -14,7 +14,7 @@ from trace_jax.diagnose import synonyms
 from trace_jax.diagnose.mapping import Plan
 
 ALIKE = 0.5  # share of the days and campaigns in two files that must be the same for one to repeat the other
-DOUBLED = "SELECT ds FROM {} GROUP BY ds HAVING count(*) >= 2 * count(DISTINCT row_key)"
+DOUBLED = "SELECT ds FROM {} WHERE ds IS NOT NULL GROUP BY ds HAVING count(*) >= 2 * count(DISTINCT row_key)"
 
 
 def _held(plan: Plan) -> set[str]:
@@ -62,6 +62,7 @@ def twice_in_files(
     pairs = []
     for earlier, later, both, alike, days, other in shared:
         if not alike or alike < ALIKE * both or not _held(plans[later]) <= _held(plans[earlier]):
+            _overlapping(connection, table, dimensions, plans, (earlier, later), problems)
             continue
         pairs.append(f"({earlier}, {later})")
         first, second = plans[earlier].source.name, plans[later].source.name
@@ -83,6 +84,29 @@ def twice_in_files(
         f"sums AS (\n  {_sums('every', dimensions, compared)}\n), again AS (\n  {again.format('sums')}\n),"
         " single AS (\n  SELECT * FROM every ANTI JOIN again USING (part, ds, campaign)\n)"
     )
+
+
+def _overlapping(
+    connection: duckdb.DuckDBPyConnection,
+    table: str,
+    dimensions: Sequence[str],
+    plans: Sequence[Plan],
+    pair: tuple[int, int],
+    problems: list[str],
+) -> None:
+    """Says that two files have rows of the same days and slices, which are added up."""
+    keys = ", ".join(("ds", "campaign", *dimensions))
+    days, slices = connection.execute(
+        f"SELECT count(DISTINCT ds), count(*) FROM (SELECT DISTINCT {keys} FROM {table} WHERE part = ?)"
+        f" SEMI JOIN (SELECT DISTINCT {keys} FROM {table} WHERE part = ?) USING ({keys})",
+        list(pair),
+    ).fetchone()
+    if slices:
+        first, second = (plans[part].source.name for part in pair)
+        problems.append(
+            f"{first} and {second} both have rows of {days} day{'s' * (days > 1)} and the same slices, with other "
+            "figures: they are added up; if one is a newer or coarser export of the other, give each day once"
+        )
 
 
 def twice_in_a_file(

@@ -73,7 +73,7 @@ def choose(loaded: Loaded, asked: str | None) -> str:
         raise _several("the tables hold", found)
     if asked in found or asked == ALL:
         return asked
-    same = [name for name in found if synonyms.squash(name) == synonyms.squash(asked)]
+    same = [name for name in found if synonyms.spelling(name) == synonyms.spelling(asked)]
     if len(same) == 1:
         return same[0]
     meant = nearest(asked, found)

@@ -155,6 +155,12 @@ def is_currency(column: str) -> bool:
     return squash(column) in _CURRENCY
 
 
+def spelling(value: str) -> str:
+    """A value or the name of a campaign without case and blanks at its ends; what differs in more is another one:
+    "Broad (US)" is not "Broad (DE)", and "25" not "25+"."""
+    return " ".join(unicodedata.normalize("NFKC", value).casefold().split())
+
+
 def word_of(dimension: str, value: str) -> str | None:
     """The vocabulary's word for a user's value, None if the table has none."""
-    return _WORDS[dimension].get(squash(value))
+    return _WORDS[dimension].get("".join(c for c in spelling(value) if c.isalnum()))

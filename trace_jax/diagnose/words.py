@@ -41,7 +41,7 @@ class Words:
         found = self.values(word)
         groups: dict[str, str] = {}
         for value in found:  # spellings of the same value count once
-            groups.setdefault(synonyms.squash(value), value)
+            groups.setdefault(synonyms.spelling(value), value)
         shown = list(groups.values())
         if len(shown) <= 3:
             return " / ".join(shown) or word
@@ -67,12 +67,12 @@ def assign(dimension: str, impressions: Mapping[str, float], declared: Mapping[s
         declared: value -> word, as the user said.
     """
     order = tuple(sorted(impressions, key=lambda v: (-impressions[v], v)))
-    said = {synonyms.squash(v): w for v, w in declared.items()}
+    said = {synonyms.spelling(v): w for v, w in declared.items()}
     of: dict[str, str] = {}
     how: dict[str, str] = {}
     unknown: dict[str, list[str]] = {}
     for value in order:
-        key = synonyms.squash(value)
+        key = synonyms.spelling(value)
         word = said.get(key) or synonyms.word_of(dimension, value)
         if word is None:
             unknown.setdefault(key, []).append(value)  # spellings that differ in case or blanks are one value
@@ -102,7 +102,7 @@ def shared(words: Sequence[Words]) -> list[str]:
     for w in words:
         for word in ATTRIBUTES[w.dimension]:
             found = w.values(word)
-            if len({synonyms.squash(v) for v in found}) > 1 and any(w.how[v] == "together" for v in found):
+            if len({synonyms.spelling(v) for v in found}) > 1 and any(w.how[v] == "together" for v in found):
                 out.append(
                     f"{w.dimension}: {', '.join(found[:6])}{' ...' * (len(found) > 6)} are looked at together only"
                 )

@@ -41,7 +41,13 @@ from trace_jax.report import diagnosis
 from trace_jax.report.target import check_target, put
 from trace_jax.warehouse.files import disk, replace
 
-UNREADABLE = (duckdb.InvalidInputException, duckdb.IOException, duckdb.OutOfMemoryException)
+UNREADABLE = (
+    duckdb.InvalidInputException,
+    duckdb.IOException,
+    duckdb.OutOfMemoryException,
+    duckdb.ConversionException,  # of a view of the user's, at some row of its table
+    duckdb.OutOfRangeException,
+)
 
 
 @dataclass(frozen=True)

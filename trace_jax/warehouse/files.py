@@ -33,7 +33,8 @@ def unfinished(path: Path, *endings: str) -> Iterator[Path]:
     Args:
         endings: of files that the writer makes besides, such as `.wal`.
     """
-    partial = path.with_name(f"{path.name}.trace-jax.partial")  # a name that no file of a user's has
+    # A name that no file of a user's has, nor what another process left behind.
+    partial = path.with_name(f"{path.name}.{os.getpid()}.trace-jax.partial")
     own = [partial, *(partial.with_name(partial.name + ending) for ending in endings)]
     _UNFINISHED.update(own)
     try:
