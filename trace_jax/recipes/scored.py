@@ -91,9 +91,10 @@ def command(
     result: dict[str, Any] = {}
     for number, (seed, row) in enumerate(runs):
         print(f"{name}, row {number + 1} of {len(runs)}: {row}, seed {seed}", flush=True)
+        was_there = seed in found[row]
         found[row][seed] = _row(out, study, row, seed, every, source)
-        # after every run: the table can be read before it is whole
-        result = _write(name, study, every[study.baseline], out, found)
+        if not was_there or number == len(runs) - 1:  # after every run: the table can be read before it is whole
+            result = _write(name, study, every[study.baseline], out, found)
     print(scored_table.markdown(result, study), end="")
     return result
 
