@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import pytest
 from helpers_endpoint import serving
@@ -67,10 +68,14 @@ def test_an_interrupted_labelling_goes_on(tmp_path):
         pass
 
     def stop(done, total):
-        if done == 2:
+        if done >= 2:
             raise Stop
 
-    with server(lambda n, body: (200, {}, json.dumps(GOOD))) as (url, seen):
+    def reply(n, body):
+        time.sleep(0.3 * (n > 2))  # the others are still under way when two are done
+        return 200, {}, json.dumps(GOOD)
+
+    with server(reply) as (url, seen):
         attempts, path = [attempt(i) for i in range(5)], tmp_path / "replies.jsonl"
         with pytest.raises(Stop):
             endpoint.label(attempts, CAPABILITIES, config(url), path, on_progress=stop)

@@ -31,11 +31,13 @@ def check_target(out: Path, *, ours: bool = False, flag: str = "--out") -> None:
         page = out.is_file() and (ours or MARK in out.read_bytes()[:4096].decode(errors="replace"))
         if out.exists() and not page:
             raise ConfigError(f"{flag} {out} exists and is no page of trace-jax: choose another file")
-        place = next(folder for folder in out.absolute().parents if folder.exists())  # the rest is made with the page
+        missing = [folder for folder in out.absolute().parents if not folder.exists()]
+        out.parent.mkdir(parents=True, exist_ok=True)  # as a try: it is made with the page
+        for folder in missing:
+            folder.rmdir()
     except OSError as error:
         raise _unwritable(out, error, flag) from None
-    if not place.is_dir():
-        raise ConfigError(f"cannot write {out}: {place} is no directory; choose another {flag}")
+    place = next(folder for folder in out.absolute().parents if folder.exists())
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"cannot write {out}: no permission in {place}; choose another {flag}")
 
