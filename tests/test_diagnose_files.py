@@ -158,3 +158,47 @@ def test_amounts_in_many_spellings(cell, value):
     connection = duckdb.connect()
     connection.execute(reading.MACROS)
     assert connection.execute("SELECT cell_number($1)", [cell]).fetchone()[0] == pytest.approx(value)
+
+
+def test_midnights_are_days_whatever_the_zone():
+    connection = duckdb.connect()
+    connection.execute(reading.MACROS)
+    for hour, want in ((0, "2026-03-02"), (5, "2026-03-01")):
+        connection.execute(
+            f"CREATE OR REPLACE TABLE t AS SELECT TIMESTAMP '2026-03-02 0{hour}:00:00' m, '2026-03-02 0{hour}:00:00' v"
+        )
+        for column, kind in (("m", "TIMESTAMP"), ("v", "VARCHAR")):
+            found = reading.date_format(connection, "t", column, kind, zone="America/Los_Angeles")
+            assert str(connection.execute(f"SELECT {found.expression} FROM t").fetchone()[0]) == want
+
+
+def test_dates_that_cannot_be_read_are_shown(diagnose, tmp_path):
+    table = "Fecha,Clicks,Impressions\n" + "".join(f"{d} lunes,5,100\n" for d in range(1, 9))
+    status, _, _, err = diagnose(table)
+    assert status == 2 and "'Fecha' holds no dates that can be read, e.g. '" in err and "date_format" in err
+
+
+def test_equal_events_are_no_repeated_export(diagnose):
+    """A row an impression: most are equal, some are not, and none is left out."""
+    lines = ["date,device,impressions,clicks"]
+    for day in range(1, 29):
+        lines += [f"2026-10-{day:02d},mobile,1,0"] * 60 + [f"2026-10-{day:02d},mobile,1,1"]
+        lines += [f"2026-10-{day:02d},desktop,1,0"] * 40
+    status, found, _, err = diagnose("\n".join(lines) + "\n")
+    assert status == 0, err
+    assert not any("more than once" in f["text"] for f in found["quality"])
+
+
+def test_a_quiet_weekday_at_the_end_is_whole(diagnose):
+    table = [r | {"impressions": r["impressions"] // 6} if r["date"].weekday() == 6 else r for r in rows(("device",))]
+    assert max(r["date"] for r in table).weekday() == 6
+    status, found, _, err = diagnose(text(table))
+    assert status == 0, err
+    assert not any("of the usual impressions" in f["text"] for f in found["quality"])
+
+
+def test_dollars_of_a_column_in_canadian_dollars_are_these(diagnose):
+    table = text(rows(("device",)), number=lambda v: f"${v:.2f}" if isinstance(v, float) else str(v))
+    status, found, _, err = diagnose(table.replace("spend", "Cost (CAD)", 1), argv=HALVES)
+    assert status == 0, err
+    assert not any("several currencies" in f["text"] for f in found["quality"])

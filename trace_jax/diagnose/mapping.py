@@ -73,6 +73,14 @@ def plans(
     found = [(s, _plan(s, declared, connection)) for s in sources]
     made = [plan for _, plan in found if plan is not None]
     if not made:
+        for source in sources:
+            named = [c for c in source.columns if (synonyms.field_of(c) or ("",))[0] == "date"]
+            column = next((c for c in (declared.columns.get("date"), *named) if c in source.columns), None)
+            if column is not None and (example := reading.example(connection, source.relation, column)):
+                raise ConfigError(
+                    f"{source.path}: {column!r} holds no dates that can be read, e.g. {example!r}: say how they are "
+                    "written with date_format in a --mapping file, such as '%d/%m/%Y', or name another column"
+                )
         all_columns = _some([c for s in sources for c in s.columns])
         raise ConfigError(
             f"{sources[0].path} has no column of dates among {all_columns}: name it as columns.date in a --mapping file"

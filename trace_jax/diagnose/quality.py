@@ -192,6 +192,9 @@ def incomplete_days(found: Series) -> tuple[int, str]:
     """
     shown, days = found.totals["impressions"], found.days
     usual = float(np.median(shown[:-1][found.present[:-1]])) if found.present[:-1].any() else 0.0
+    weeks = np.arange(days - 1 - 7, -1, -7)  # the same weekday before: Sundays may always be quiet
+    if found.present[weeks].sum() >= 2:
+        usual = min(usual, float(np.median(shown[weeks][found.present[weeks]])))
     cut = 1 if days > 3 and shown[-1] < HALF_DAY * usual else 0
     if not {"orders", "clicks"} <= found.totals.keys() or days - cut < 3 * LAG_DAYS:
         return (

@@ -109,7 +109,7 @@ def date_format(
         return DateFormat("", False, quoted(column))
     if kind.startswith("TIMESTAMP"):
         moment = quoted(column) if kind.endswith("ZONE") else f"{quoted(column)} AT TIME ZONE 'UTC'"
-        if zone or kind.endswith("ZONE"):
+        if kind.endswith("ZONE") or (zone and not _midnights(connection, relation, quoted(column))):
             return DateFormat("", True, f"({moment} AT TIME ZONE {literal(zone or 'UTC')})::DATE")
         return DateFormat("", True, f"{quoted(column)}::DATE")
     values = _sample(connection, relation, column)
@@ -118,7 +118,7 @@ def date_format(
     if form:
         if _share(connection, values, form) < DATED:
             raise ConfigError(f"date_format {form!r} does not read {column!r}, e.g. {values[0]!r}: correct the mapping")
-        return DateFormat(form, _is_instant(form), _expression(text_of(column), form, zone))
+        return _format(connection, relation, column, form, zone)
     candidates = [*_DATES, *(d + t for d in _DATES for t in _TIMES), *_ZONED, *NUMBERED]
     shares = {f: _share(connection, values, f) for f in _plausible(candidates, values)}
     found = max(shares, key=shares.get, default=None)
@@ -127,13 +127,31 @@ def date_format(
     other = _SWAPPED.get(found) or next((a for a, b in _SWAPPED.items() if b == found), None)
     if other is not None and shares.get(other, 0.0) >= shares[found] - 1e-9:
         found = _in_order(connection, values, column, found, other)
-    return DateFormat(found, _is_instant(found), _expression(text_of(column), found, zone))
+    return _format(connection, relation, column, found, zone)
+
+
+def _format(connection: duckdb.DuckDBPyConnection, relation: str, column: str, form: str, zone: str) -> DateFormat:
+    instant = _is_instant(form)
+    if zone and instant and form not in NUMBERED and "%z" not in form:
+        instant = not _midnights(connection, relation, f"try_strptime({text_of(column)}, {literal(form)})")
+    return DateFormat(form, instant, _expression(text_of(column), form, zone if instant or "%z" in form else ""))
+
+
+def _midnights(connection: duckdb.DuckDBPyConnection, relation: str, moment: str) -> bool:
+    """Whether all moments of a column are midnights: these are days, which no time zone moves."""
+    query = f"SELECT bool_and(m::TIME = TIME '00:00:00') FROM (SELECT {moment} m FROM {relation} LIMIT 200000)"
+    return bool(connection.execute(query).fetchone()[0])
 
 
 def _sample(connection: duckdb.DuckDBPyConnection, relation: str, column: str, most: int = 2000) -> list[str]:
     """Distinct texts of a column, from all over it: the first in order would be the first days of every month."""
     query = f"SELECT DISTINCT v FROM (SELECT {text_of(column)} v FROM {relation} LIMIT 200000) WHERE v IS NOT NULL"
     return sorted(row[0] for row in connection.execute(f"{query} ORDER BY hash(v), v LIMIT {most}").fetchall())
+
+
+def example(connection: duckdb.DuckDBPyConnection, relation: str, column: str) -> str:
+    """A text of a column, "" if it is empty."""
+    return next(iter(_sample(connection, relation, column, 1)), "")
 
 
 def _plausible(forms: Sequence[str], values: Sequence[str]) -> list[str]:

@@ -77,8 +77,9 @@ def look(plan: Plan, connection: duckdb.DuckDBPyConnection) -> Survey:
     elif amounts:
         for metric in amounts:
             column = plan.fields[metric].upper()
-            found |= {c for c in _CODES if f"({c})" in column}
-            if plan.kind(plan.fields[metric]) == "VARCHAR":
+            named = {c for c in _CODES if f"({c})" in column}
+            found |= named
+            if not named and plan.kind(plan.fields[metric]) == "VARCHAR":
                 cell = reading.text_of(plan.fields[metric])
                 sign = f"trim(regexp_extract({cell}, '([^0-9.,()%+\\s-]+)', 1))"
                 known = ", ".join(literal(s) for s in synonyms.CURRENCY_SIGNS)
