@@ -57,6 +57,26 @@ def test_totals_under_another_spelling_are_the_same_campaign(diagnose):
     assert status == 0 and any("is not among those of the totals ('4711')" in line for line in serious(found))
 
 
+def test_totals_of_a_campaign_that_differs_in_parentheses_are_of_another(diagnose):
+    table = [r | {"campaign": "Brand (US)"} for r in rows(("device",))]
+    totals = [r | {"campaign": "Brand (DE)"} for r in rows(())]
+    status, found, _, err = diagnose(text(table), text(totals), argv=HALVES)
+    assert status == 0, err
+    assert any("'Brand (US)' of the slices is not among those of the totals" in line for line in serious(found))
+
+
+def test_sales_are_missed_only_where_there_were_orders(diagnose):
+    """Some days at the beginning without an order, as small campaigns have them, and then orders without sales."""
+    table = [r | {"sales": 9.0 * r["orders"]} for r in rows(("device",))]
+    first, last = min(r["date"] for r in table), max(r["date"] for r in table)
+    few = [r | {"orders": 0, "sales": 0.0, "clicks": 3} if (r["date"] - first).days < 3 else r for r in table]
+    status, found, _, err = diagnose(text(few), argv=HALVES)
+    assert status == 0 and not any("sales are 0" in line for line in serious(found)), err
+    lost = [r | {"sales": 0.0} if (last - r["date"]).days < 3 else r for r in table]
+    status, found, _, err = diagnose(text(lost), argv=HALVES)
+    assert status == 0 and any("sales are 0 on all 3 days" in line for line in serious(found)), err
+
+
 def test_values_and_campaigns_that_differ_in_parentheses_or_marks_are_apart(diagnose):
     sums = {"Broad (US)": 3.0, "Broad (DE)": 2.0, "25": 1.5, "25+": 1.0}
     found = words.assign("geo", sums, {})

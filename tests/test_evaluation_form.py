@@ -118,12 +118,17 @@ def test_routes(changes, says, tmp_path):
 @pytest.mark.parametrize(
     "found, says", [([], "it is a list"), ({"a": 3}, "a is a whole"), ({"a": {}}, "it lacks a.sec")]
 )
-def test_costs_and_settings(found, says, tmp_path):
-    path = put(tmp_path / "costs.json", found)
-    refused(lambda: stage_costs.StageCosts(tmp_path), path, says)
-    if isinstance(found, list):
-        path = put(tmp_path / "settings.json", found)
-        refused(lambda: contrast._same(tmp_path, {"stage": "sft"}), path, says)
+def test_costs(found, says, tmp_path):
+    path = put(tmp_path / "costs.json", {"a": {"seconds": 2.0, "rollouts": 3}})
+    assert stage_costs.StageCosts(tmp_path).result() == {"a": {"seconds": 2.0, "rollouts": 3}}
+    refused(lambda: stage_costs.StageCosts(tmp_path), put(path, found), says)
+
+
+def test_settings_of_a_contrast(tmp_path):
+    contrast._same(tmp_path, {"stage": "sft"})
+    path = tmp_path / "settings.json"
+    assert json.loads(path.read_text()) == {"stage": "sft"}
+    refused(lambda: contrast._same(tmp_path, {"stage": "sft"}), put(path, []), "it is a list")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,10 @@ def test_costs_and_settings(found, says, tmp_path):
     [(None, "it lacks agents"), ([], "agents is a list"), ({"base": {"a": {}}}, "it lacks agents.base.a.success")],
 )
 def test_results_in_worlds(agents, says, tmp_path):
-    path = put(tmp_path / "in-worlds.json", {"about": {}} | ({} if agents is None else {"agents": agents}))
+    whole = {"about": {}, "agents": {"base": {"a": {"success": 0.5, "reward": 0.4}}}}
+    path = put(tmp_path / "in-worlds.json", whole)
+    assert form.read(path, in_worlds._PLAYED) == whole
+    put(path, {"about": {}} | ({} if agents is None else {"agents": agents}))
     refused(lambda: form.read(path, in_worlds._PLAYED), path, says)
 
 

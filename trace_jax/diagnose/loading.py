@@ -130,7 +130,7 @@ def load(
         total_metrics = tuple(m for m in total_metrics if not mixed or m not in (*synonyms.AMOUNTS, "budget"))
         views["loaded_totals"] = _read(connection, "raw_totals", totals, (), total_metrics, problems)
         held = total_metrics
-        notes += _one_campaign(connection, notes, problems)
+        _same_names(connection, notes, problems)
         _aggregate(connection, "own_totals", "raw_totals", (), total_metrics)
         survey.check_signs(connection, "own_totals", total_metrics, totals)
         total_metrics = _merge_totals(connection, metrics, total_metrics)
@@ -233,19 +233,20 @@ def _aggregate(
     )
 
 
-def _one_campaign(connection: duckdb.DuckDBPyConnection, notes: list[str], problems: list[str]) -> list[str]:
+def _same_names(connection: duckdb.DuckDBPyConnection, notes: list[str], problems: list[str]) -> None:
     """A table without campaigns belongs to the only campaign of the other; said where there are several, and where the
     names of one are not those of the other."""
     names = {t: [r[0] for r in connection.execute(f"SELECT DISTINCT campaign FROM {t}").fetchall()] for t in _TABLES}
     for table, other in (_TABLES, _TABLES[::-1]):
         if names[table] == [NO_CAMPAIGN] != names[other]:
             if len(names[other]) > 1:
-                return ["one of the files has no column of campaigns and cannot be told apart by the other's"]
-            connection.execute(f"UPDATE {table} SET campaign = ?", names[other])
-            return []
+                notes.append("one of the files has no column of campaigns and cannot be told apart by the other's")
+            else:
+                connection.execute(f"UPDATE {table} SET campaign = ?", names[other])
+            return
     cells, totals = names[_TABLES[0]], names[_TABLES[1]]
     for name in set(cells) - set(totals) - {NO_CAMPAIGN}:
-        alike = [t for t in totals if t not in cells and synonyms.squash(t) == synonyms.squash(name)]
+        alike = [t for t in totals if t not in cells and synonyms.letters(t) == synonyms.letters(name)]
         if len(alike) == 1:
             connection.execute(f"UPDATE {_TABLES[1]} SET campaign = ? WHERE campaign = ?", [name, alike[0]])
             notes.append(f"campaign {alike[0]!r} of the totals is taken for {name!r} of the slices")
@@ -254,7 +255,6 @@ def _one_campaign(connection: duckdb.DuckDBPyConnection, notes: list[str], probl
                 f"campaign {name!r} of the slices is not among those of the totals ({', '.join(map(repr, totals[:4]))}"
                 f"{', ...' * (len(totals) > 4)}), which are taken for other campaigns: spell the names alike"
             )
-    return []
 
 
 def _merge_totals(

@@ -124,8 +124,10 @@ def twice_in_a_file(
             f"every row of {days} day{'s' * (days > 1)} is there more than once (exports that overlap?): counted once"
         )
         connection.execute(
-            f"CREATE TABLE once AS SELECT DISTINCT * REPLACE (0 AS part) FROM {table} WHERE ds IN ({doubled});"
-            f"DELETE FROM {table} WHERE ds IN (SELECT ds FROM once); INSERT INTO {table} FROM once; DROP TABLE once"
+            f"CREATE TABLE once AS SELECT * EXCLUDE part, min(part) AS part FROM {table} WHERE ds IN ({doubled})"
+            " GROUP BY ALL;"
+            f"DELETE FROM {table} WHERE ds IN (SELECT ds FROM once);"
+            f"INSERT INTO {table} BY NAME FROM once; DROP TABLE once"
         )
     again = f"SELECT count(*) n FROM {table} WHERE impressions > 0 GROUP BY row_key HAVING n > 1"
     repeated = connection.execute(

@@ -161,6 +161,11 @@ def spelling(value: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", value).casefold().split())
 
 
+def letters(value: str) -> str:
+    """A value without case, blanks and punctuation, but with what stands in parentheses."""
+    return "".join(c for c in spelling(value) if c.isalnum())
+
+
 def word_of(dimension: str, value: str) -> str | None:
     """The vocabulary's word for a user's value, None if the table has none."""
-    return _WORDS[dimension].get("".join(c for c in spelling(value) if c.isalnum()))
+    return _WORDS[dimension].get(letters(value))
