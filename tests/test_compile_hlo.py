@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trace_jax.recipes.ahead import hlo, hlo_bytes
+from trace_jax.recipes.ahead import hlo, hlo_bytes, hlo_flops, render
 
 HERE = Path(__file__).parent
 MESH = {"data": 1, "fsdp": 4, "tensor": 2, "expert": 1}
@@ -156,3 +156,17 @@ ENTRY %main (x: f32[10,100]) -> (s32[], f32[10,100]) {
 def test_live_programs_of_eight_devices_match_closed_forms():
     done = subprocess.run([sys.executable, HERE / "compile_devices.py"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_products_are_counted_by_what_they_multiply():
+    """Three turns of a plain one, a batch written as a dilated convolution (each window meets one of the batch), and
+    one whose window runs over padding, of the highest precision."""
+    text = (HERE / "data" / "products.hlo").read_text()
+    assert hlo_flops.multiplied(text) == 2 * (3 * 30 * 40 * 50 + 8 * 90 * 20 * 10 + 6 * 6 * 7 * 4 * 5)
+
+
+def test_a_program_that_multiplies_too_much_is_told():
+    program = {"executed_flops_per_chip": 2e12, "multiplied_flops_per_chip": 5e12}
+    other = {"executed_flops_per_chip": 2e12, "multiplied_flops_per_chip": None}
+    (line,) = render.wasteful({"programs": {"accumulate": program, "apply": other}})
+    assert "accumulate multiplies 2.5 times" in line

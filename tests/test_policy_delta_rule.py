@@ -95,6 +95,29 @@ def single(q, k, v, g, beta, segments):
     return jax.vjp(lambda *x: delta_rule.recurrent(*x, state, segments > 0), q, k, v, g, beta)
 
 
+def test_spans_of_a_long_row_are_the_row(monkeypatch):
+    """What chunks need exists for a span at a time: sequences across spans, padding in between, a state before."""
+    rng, time = np.random.default_rng(5), 64
+    tensors = inputs(rng, 3, time, 1, 2)
+    segments = np.stack([packed([40, 24], time), packed([20, -22, 22], time), packed([7, 9, 11, -21], time)])
+    state = jnp.asarray(rng.normal(size=(3, 2, D, E)), jnp.float32)
+    d = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (tensors[2].shape, state.shape)]
+
+    def run(state):
+        @jit
+        def run(*given):
+            made = delta_rule.layout(segments, chunk=8)
+            result, back = jax.vjp(lambda *x: delta_rule.chunked(*x[:5], made, *x[5:]), *given)
+            return result, back(tuple(d))
+
+        return run(*tensors, *state)
+
+    expected = [run(()), run((state,))]
+    monkeypatch.setattr(delta_rule, "SPAN", 16)
+    for old, new in zip(expected, [run(()), run((state,))], strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), new, old)
+
+
 @pytest.mark.parametrize(("time", "group"), [(1, 2), (63, 4), (64, 1), (65, 2), (130, 4)])
 def test_chunks_equal_single_tokens_forward_and_backward(time, group):
     rng = np.random.default_rng(time)

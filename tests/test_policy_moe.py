@@ -193,6 +193,27 @@ def test_gradients_equal_those_of_the_dense_program(case):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), (y, grads), expected(*arrays))
 
 
+def test_tokens_worked_on_in_parts_are_the_same_tokens(case, monkeypatch):
+    """Copies of a long row never exist together; 36 tokens are 4 parts of 9."""
+    cut = [a[:36] if len(a) == N else a for a in case[:2]], [a[:36] for a in case[4:]]
+    case = (*cut[0], *case[2:4], *cut[1])
+    together = adapted.__wrapped__(*case)
+    monkeypatch.setattr(moe, "TOKENS", 10)
+    assert moe._parts(36) == 4
+    program = jax.make_jaxpr(adapted.__wrapped__)(*case)
+    parts = adapted.__wrapped__(*case)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), parts, together)
+    assert f"{36 * K},{D}]" not in str(program).replace(" ", "")
+    assert f"{9 * K},{D}]" in str(program).replace(" ", "")
+
+
+def test_parts_are_equal_or_there_is_one():
+    for tokens in (1, 8192, 8193, 3 * 8192, 32768, 5 * 4999, 99991):
+        parts = moe._parts(tokens)
+        assert tokens % parts == 0 and (parts == 1 or moe.TOKENS / 4 < tokens // parts <= moe.TOKENS)
+    assert [moe._parts(n) for n in (8192, 32768, 98304, 99991)] == [1, 4, 12, 1]
+
+
 def test_adapters_with_zero_b_change_nothing(case):
     x, logits, w, pairs, which, cotangent = case
     zero = {name: Pair(pair.a, jnp.zeros_like(pair.b)) for name, pair in pairs.items()}
@@ -308,10 +329,8 @@ def every_way(product, outer):
     )
 
 
-WAYS = [
-    every_way(grouped.ragged, grouped.outer_ragged),
-    every_way(partial(grouped.padded, most=20), grouped.outer_ragged),
-]
+KERNEL = partial(grouped.outer_kernel, interpret=True)
+WAYS = [every_way(grouped.ragged, KERNEL), every_way(partial(grouped.padded, most=20), KERNEL)]
 WAYS += [  # blocks smaller and larger than groups
     every_way(partial(grouped.blocks, largest=b), partial(grouped.outer_blocks, largest=b)) for b in (2, 64)
 ]
@@ -342,10 +361,17 @@ def test_the_platform_compiled_for_decides_how_groups_are_multiplied(platform, k
     assert ("ragged_dot" in text) == kernel and ("stablehlo.while" in text) == loop
 
 
+def test_the_sum_of_outer_products_is_a_kernel_on_tpu():
+    """`ragged_dot` would multiply every row for every group there."""
+    shapes = [jax.ShapeDtypeStruct(s, t) for s, t in (((300, D), "bfloat16"), ((300, F), "bfloat16"), ((E,), "int32"))]
+    text = jax.jit(grouped.outer).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" in text and "ragged_dot" not in text
+
+
 def test_gradients_of_weights_are_summed_in_float32():
     """4,096 ones: a sum in bfloat16 stops at 256."""
     ones = jnp.ones((4096, 2), jnp.bfloat16)
-    for way in (grouped.outer_ragged, partial(grouped.outer_blocks, largest=64)):
+    for way in (KERNEL, partial(grouped.outer_blocks, largest=64)):
         total = way(ones, ones, jnp.asarray([4000, 96], jnp.int32))
         assert total.dtype == jnp.float32
         np.testing.assert_array_equal(total[:, 0, 0], [4000, 96])

@@ -40,6 +40,7 @@ IN_USE: Mapping[str, Any] = {
     **RULES,
     "embed": None,
     "rows": ROWS,
+    "tokens": (*ROWS, "tensor", "expert"),
     "copies": (*ROWS, "expert"),
     "replica": "data",
     "split": "fsdp",
@@ -54,6 +55,8 @@ class MeshPlacement(Placement):
     mesh: AbstractMesh | None = None
 
     def used(self, array, axes):
+        if axes[0] == "tokens" and len(array) % self.mesh.size:
+            axes = ("rows", *axes[1:])
         return self._on(array, [IN_USE[a] for a in axes])
 
     def stored(self, array, axes):

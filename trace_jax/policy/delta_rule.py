@@ -22,6 +22,7 @@ from trace_jax.policy.attention import Branches
 
 CHUNK = 64  # tokens; a power of two
 SUBSTITUTED = 8  # rows of a triangular block that is inverted row by row
+SPAN = 4096  # tokens of a row whose chunks exist at a time
 READ = 16  # tokens whose branches' states exist at a time
 EPS = 1e-6  # of the length of queries and keys, as in transformers
 EXACT = jax.lax.Precision.HIGHEST  # accelerators round the operands of float32 matmuls unless told not to
@@ -146,11 +147,11 @@ def chunked(
     if layout.parent is not None and state is not None:
         raise ValueError("branches continue sequences of their own row, not a state")
     time = v.shape[1]
-    chunks = _chunks(q, k, g, beta, layout, state is not None)
-    values = _split(_wide(v), layout.chunk, chunks.group)
+    first = jnp.zeros_like(layout.lineage[:, 0]) if state is None else layout.lineage[:, 0]
     if layout.parent is None:
-        state, (out,) = _scan(chunks, values, state)
-        return _joined(out)[:, :time], state
+        return _in_spans(q, k, v, g, beta, layout, first, state)
+    chunks, _ = _chunks(q, k, g, beta, layout.lineage, layout.chunk, first)
+    values = _split(_wide(v), layout.chunk, chunks.group)
     _, (_, starts, updates) = _scan(chunks, values, None, record=True)
     of_key, of_query = _answers(chunks, starts, updates, layout)
     decay = jnp.exp(_since_begin(g, layout))[..., None]
@@ -176,20 +177,47 @@ class _Chunks:
         return self.within.shape[3]
 
 
-def _chunks(q, k, g, beta, layout, continues) -> _Chunks:
-    size, group = layout.chunk, g.shape[2] // q.shape[2]
-    real = (layout.lineage > 0)[..., None]
+def _in_spans(q, k, v, g, beta, layout, first, state):
+    """`chunked` without branches. What a chunk needs takes several times the memory of its tokens, so of a long row
+    only a span at a time has it, in the backward pass too, where it is computed again from the state before the span.
+
+    Args:
+        first: lineage of `state`.
+    """
+    rows, time = layout.lineage.shape
+    depth, heads, width = q.shape[-1], v.shape[2], v.shape[3]
+
+    def span(before, tokens):
+        state, first = before
+        q, k, v, g, beta, lineage = tokens
+        chunks, after = _chunks(q, k, g, beta, lineage, layout.chunk, first)
+        state, (out,) = _scan(chunks, _split(_wide(v), layout.chunk, chunks.group), state)
+        return (state, after), _joined(out)[:, : lineage.shape[1]]
+
+    state = jnp.zeros((rows, heads, depth, width)) if state is None else _wide(state)
+    tokens = (q, k, v, g, beta, layout.lineage)
+    if time <= SPAN or time % SPAN or SPAN % layout.chunk:
+        (state, _), out = span((state, first), tokens)
+        return out, state
+    spans = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(rows, -1, SPAN, *x.shape[2:]), 1, 0), tokens)
+    (state, _), out = jax.lax.scan(jax.checkpoint(span), (state, first), spans)
+    return jnp.moveaxis(out, 0, 1).reshape(rows, time, heads, width), state
+
+
+def _chunks(q, k, g, beta, lineage, size, first) -> tuple[_Chunks, Int[Array, " B"]]:
+    """Also the lineage of the state after the last token; `first`: of the state before the first one."""
+    group = g.shape[2] // q.shape[2]
+    of_token, real = lineage, (lineage > 0)[..., None]
     keys, queries = (_split(x, size)[:, :, :, 0] for x in (_unit(k), _unit(q) * q.shape[-1] ** -0.5))
     g, beta = (_split(jnp.where(real, _wide(x), 0.0)[..., None], size, group)[..., 0] for x in (g, beta))
-    lineage = _split(layout.lineage[..., None, None], size)[:, :, 0, 0, :, 0]  # N B C
+    lineage = _split(of_token[..., None, None], size)[:, :, 0, 0, :, 0]  # N B C
 
     place = jnp.arange(size)
-    # Lineage of the state around each chunk: that of the last real token so far. Where there was none, the first token
-    # is padding, and so is 0.
+    # Lineage of the state around each chunk: that of the last real token so far.
     index = jnp.arange(len(lineage))[:, None, None] * size + place
-    last = jax.lax.cummax(jnp.max(jnp.where(lineage > 0, index, 0), axis=-1), axis=0)  # N B
-    after = jnp.take_along_axis(layout.lineage, last.T, axis=1).T
-    first = layout.lineage[:, 0] if continues else jnp.zeros_like(after[0])
+    seen = jax.lax.cummax(jnp.max(jnp.where(lineage > 0, index + 1, 0), axis=-1), axis=0)  # N B
+    last = jnp.take_along_axis(of_token, jnp.maximum(seen - 1, 0).T, axis=1).T
+    after = jnp.where(seen > 0, last, first)
     before = jnp.concatenate([first[None], after[:-1]])
 
     def heads(x):  # N B .. -> N B 1 1 ..
@@ -215,7 +243,7 @@ def _chunks(q, k, g, beta, layout, continues) -> _Chunks:
     of_keys, of_queries = jnp.split(products[:, :, :, None], 2, axis=4)
     system = jnp.where(earlier, beta[..., None] * within * of_keys, 0.0)
     solve = _unit_inverse(system) * beta[..., None, :]
-    return _Chunks(keyed, within, enter, leave, keep, solve, within * of_queries)
+    return _Chunks(keyed, within, enter, leave, keep, solve, within * of_queries), after[-1]
 
 
 def _scan(chunks: _Chunks, values: Float[Array, "N B Hk G C e"], state: Float[Array, "B Hv d e"] | None, record=False):

@@ -1,9 +1,12 @@
 """Matrix products of rows that are sorted by group, each group with a matrix of its own; static shapes, no row dropped.
 
-`jax.lax.ragged_dot` is one kernel on TPU. On CPU, and on NVIDIA GPUs up to jaxlib 0.10, XLA makes it a dense product of
-every row with the matrices of *all* groups (on CPU, 8,192 rows of 32 groups took 60 times as long as here). There rows
-are multiplied block by block instead, each block with the matrix of its group, and a few rows on a GPU as one batch in
-which every group has room for the most it may have. The platform is the one that a program is compiled for.
+`jax.lax.ragged_dot` is one kernel on TPU, but only where rows are multiplied by matrices. For the sum of outer products
+of each group XLA (libtpu 0.0.42) multiplies every row for all groups, with 256 experts 256 times the work; there the
+kernel `tgmm` that comes with JAX (MegaBlocks, arXiv 2211.15841) is used. On CPU, and on NVIDIA GPUs up to jaxlib 0.10,
+XLA makes either a dense product of every row with the matrices of *all* groups (on CPU, 8,192 rows of 32 groups took 60
+times as long as here). There rows are multiplied block by block instead, each block with the matrix of its group, and a
+few rows on a GPU as one batch in which every group has room for the most it may have. The platform is the one that a
+program is compiled for.
 
 Axes: m rows, G groups, a and b features, B rows of a block.
 """
@@ -18,11 +21,11 @@ from jaxtyping import Array, Float, Int
 
 SMALLEST = 8  # rows of a block
 CPU_BLOCK, GPU_BLOCK = 128, 512  # largest ones: the last block of each group is partly wasted
+TPU_TILE = (128, 1024, 512)  # rows, a and b of what the kernel holds at a time: 128 rows waste little of a group's ends
 GPU_FEW = 256  # rows of a group up to which a GPU takes longer to read a matrix than to multiply by it
 
 _ROW_PRODUCT = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 _TRANSPOSED = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
-_OUTER = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
 def matmul(
@@ -44,7 +47,7 @@ def matmul(
 def outer(x: Float[Array, "m a"], y: Float[Array, "m b"], sizes: Int[Array, " G"]) -> Float[Array, "G a b"]:
     """Sum over the rows of each group of the outer products of x and y, float32; 0 for a group without rows."""
     cpu, gpu = (partial(outer_blocks, largest=largest) for largest in (CPU_BLOCK, GPU_BLOCK))
-    return jax.lax.platform_dependent(x, y, sizes, tpu=outer_ragged, cpu=cpu, default=gpu)
+    return jax.lax.platform_dependent(x, y, sizes, tpu=outer_kernel, cpu=cpu, default=gpu)
 
 
 def ragged(x, weight, sizes, transposed=False):
@@ -54,11 +57,14 @@ def ragged(x, weight, sizes, transposed=False):
     return jnp.where(_inside(sizes, len(x))[:, None], y, 0)  # what a kernel leaves after the last group is undefined
 
 
-def outer_ragged(x, y, sizes):
-    """`outer` by XLA's own operation."""
-    inside = _inside(sizes, len(x))[:, None]
-    x, y = jnp.where(inside, x, 0), jnp.where(inside, y, 0)
-    return jax.lax.ragged_dot_general(x, y, sizes, _OUTER, preferred_element_type=jnp.float32)
+def outer_kernel(x, y, sizes, interpret=False):
+    """`outer` by the TPU kernel; `interpret`: by XLA operations, on any device."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    rows, *most = TPU_TILE
+    x, y = (jnp.pad(z, ((0, -len(z) % rows), (0, 0))) for z in (x, y))
+    tiling = (rows, *map(min, (x.shape[1], y.shape[1]), most))
+    return tgmm(x.T, y, sizes, jnp.float32, tiling, interpret=interpret)
 
 
 def padded(x, weight, sizes, most, transposed=False):

@@ -8,6 +8,9 @@ On a mesh the `expert` axis splits the experts and the tokens are the same on al
 that belong to its experts and the results are summed. Weights come as stored and are cast and placed inside, their
 gradients are made in float32 (as in `policy.layers`).
 
+A device works on so many tokens at a time (`TOKENS`): the copies of a row of 32,768 tokens would take k D times as many
+numbers, a gigabyte in 16 bits for Qwen3.5-35B-A3B, several times over.
+
 Axes: n tokens, D model width, E experts, F expert width, k experts of a token, m = n k copies, N adapters, r rank,
 G groups of copies (one for each expert, or for each expert and adapter).
 """
@@ -30,6 +33,7 @@ from trace_jax.policy.grouped import matmul, outer
 from trace_jax.policy.lora import Adapters, Pair
 from trace_jax.policy.placement import ANYWHERE, Placement
 
+TOKENS = 8192  # whose copies exist at a time; enough that an expert's matrices are read for a hundred copies or more
 GATE, UP, DOWN = NAMES = ("expert_gate", "expert_up", "expert_down")
 AXES = {GATE: ("experts", "embed", "mlp"), UP: ("experts", "embed", "mlp"), DOWN: ("experts", "mlp", "embed")}
 
@@ -159,11 +163,14 @@ def _experts(x, weights, matrices, pairs, chosen, adapter, scale, placement):
 
 def _forward(x, weights, matrices, pairs, chosen, adapter, scale, placement):
     def work(part, x, weights, chosen, adapter, scale, matrices, pairs):
-        plan = _plan(part, chosen, weights, adapter, scale, matrices, pairs)
-        copies = x[plan.token]
-        gate, up = (_project(copies, matrices[name], pairs.get(name), plan) for name in (GATE, UP))
-        out = _project(layers.gated(gate, up), matrices[DOWN], pairs.get(DOWN), plan)
-        return _gathered(out.astype(jnp.float32) * plan.weight[:, None], plan), gate, up
+        def some(x, weights, chosen, adapter):
+            plan = _plan(part, chosen, weights, adapter, scale, matrices, pairs)
+            copies = x[plan.token]
+            gate, up = (_project(copies, matrices[name], pairs.get(name), plan) for name in (GATE, UP))
+            out = _project(layers.gated(gate, up), matrices[DOWN], pairs.get(DOWN), plan)
+            return _gathered(out.astype(jnp.float32) * plan.weight[:, None], plan), gate, up
+
+        return _in_parts(some, (x, weights, chosen, adapter))
 
     taken, axes = _arguments(x, weights, matrices, pairs, chosen, adapter, scale, placement)
     out_axes = (("rows", ""), ("copies", "mlp"), ("copies", "mlp"))
@@ -176,24 +183,28 @@ def _backward(placement, saved, d_y):
     x, weights, matrices, pairs, chosen, adapter, scale, gate, up = saved
 
     def work(part, x, weights, chosen, adapter, scale, matrices, pairs, gate, up, d_y):
-        plan = _plan(part, chosen, weights, adapter, scale, matrices, pairs)
-        d_out = jnp.where(plan.mine[:, None], d_y[plan.token], 0)
-        hidden, gated_back = jax.vjp(layers.gated, gate, up)
-        hidden = hidden.astype(jnp.float32)
-        # the gradient of what comes out of `down` is weight * d_out: the weight is moved to the other factor, so that
-        # d_hidden serves the gradient of the weight too
-        weighted = (hidden * plan.weight[:, None]).astype(x.dtype)
-        d_hidden, *d_down = _project_back(weighted, d_out, matrices[DOWN], pairs.get(DOWN), plan)
-        d_weight = jnp.sum(hidden * d_hidden.astype(jnp.float32), axis=-1)
-        d_hidden = (d_hidden.astype(jnp.float32) * plan.weight[:, None]).astype(x.dtype)
-        d_gate, d_up = gated_back(d_hidden)
-        copies = x[plan.token]
-        d_x, *d_gate = _project_back(copies, d_gate, matrices[GATE], pairs.get(GATE), plan)
-        d_x_up, *d_up = _project_back(copies, d_up, matrices[UP], pairs.get(UP), plan)
-        d_x = _gathered(d_x.astype(jnp.float32) + d_x_up.astype(jnp.float32), plan)
-        grads = {GATE: d_gate, UP: d_up, DOWN: d_down}
-        d_matrices = {name: grads[name][0] for name in matrices}
-        return d_x, d_weight[plan.place], d_matrices, {name: grads[name][1] for name in pairs}
+        def some(x, weights, chosen, adapter, gate, up, d_y):
+            plan = _plan(part, chosen, weights, adapter, scale, matrices, pairs)
+            d_out = jnp.where(plan.mine[:, None], d_y[plan.token], 0)
+            hidden, gated_back = jax.vjp(layers.gated, gate, up)
+            hidden = hidden.astype(jnp.float32)
+            # the gradient of what comes out of `down` is weight * d_out: the weight is moved to the other factor, so
+            # that d_hidden serves the gradient of the weight too
+            weighted = (hidden * plan.weight[:, None]).astype(x.dtype)
+            d_hidden, *d_down = _project_back(weighted, d_out, matrices[DOWN], pairs.get(DOWN), plan)
+            d_weight = jnp.sum(hidden * d_hidden.astype(jnp.float32), axis=-1)
+            d_hidden = (d_hidden.astype(jnp.float32) * plan.weight[:, None]).astype(x.dtype)
+            d_gate, d_up = gated_back(d_hidden)
+            copies = x[plan.token]
+            d_x, *d_gate = _project_back(copies, d_gate, matrices[GATE], pairs.get(GATE), plan)
+            d_x_up, *d_up = _project_back(copies, d_up, matrices[UP], pairs.get(UP), plan)
+            d_x = _gathered(d_x.astype(jnp.float32) + d_x_up.astype(jnp.float32), plan)
+            grads = {GATE: d_gate, UP: d_up, DOWN: d_down}
+            sums = {name: grads[name][0] for name in matrices}, {name: grads[name][1] for name in pairs}
+            return (d_x, d_weight[plan.place]), sums
+
+        (d_x, d_weights), sums = _in_parts(some, (x, weights, chosen, adapter, gate, up, d_y), summed=True)
+        return d_x, d_weights, *sums
 
     taken, axes = _arguments(x, weights, matrices, pairs, chosen, adapter, scale, placement)
     taken, axes = (*taken, gate, up, d_y), (*axes, ("copies", "mlp"), ("copies", "mlp"), ("rows", ""))
@@ -217,6 +228,35 @@ def _arguments(x, weights, matrices, pairs, chosen, adapter, scale, placement):
     pairs = {name: Pair(*map(use, pair, pair_axes[name])) for name, pair in pairs.items()}
     axes = (("rows", ""), ("rows", ""), ("rows", ""), ("rows",), ("",), dict(AXES), pair_axes)
     return (x, weights, chosen, adapter, scale, matrices, pairs), axes
+
+
+def _in_parts(function, arrays, summed=False):
+    """A function of the tokens of a device, of equally many of them at a time.
+
+    Args:
+        arrays: tokens, or copies of them, on the leading axis; equally many copies of each.
+        function: (*arrays) -> arrays of the same kind; with `summed` also a tree of sums over the tokens.
+    """
+    parts = _parts(len(arrays[0]))
+    if parts == 1:
+        return function(*arrays)
+    split = [a.reshape(parts, -1, *a.shape[1:]) for a in arrays]
+
+    def add(total, taken):
+        out = function(*taken)
+        return (jax.tree.map(jnp.add, total, out[1]), out[0]) if summed else (None, out)
+
+    like = jax.eval_shape(function, *(a[0] for a in split))
+    zeros = jax.tree.map(jnp.zeros_like, like[1]) if summed else None
+    total, out = jax.lax.scan(add, zeros, split)
+    out = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
+    return (out, total) if summed else out
+
+
+def _parts(tokens: int) -> int:
+    """The fewest equal parts of at most `TOKENS` tokens; 1 where only far smaller ones would be equal."""
+    fewest = -(-tokens // TOKENS)
+    return next((parts for parts in range(fewest, 2 * fewest) if tokens % parts == 0), 1)
 
 
 def _pair_axes(pairs):

@@ -28,9 +28,10 @@ class Placement:
         """An array as a layer works on it.
 
         Args:
-            axes: logical axes of parameters, of which `embed` is whole in use; "rows" of a batch; "replica" and
-                "split": rows and columns of the same array once its columns are split as those of a stored weight; ""
-                for what is whole.
+            axes: logical axes of parameters, of which `embed` is whole in use; "rows" of a batch; "tokens": rows whose
+                tokens are divided further, over the devices that have the same rows, where they divide evenly;
+                "replica" and "split": rows and columns of the same array once its columns are split as those of a
+                stored weight; "" for what is whole.
         """
         return array
 

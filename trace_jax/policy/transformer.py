@@ -120,15 +120,17 @@ class Transformer(nnx.Module):
         def layer(x, given, kind):
             weights, pairs, chosen = given
             block = Block(cfg, weights, self._layer_axes, placement, adapters, pairs)
-            h = block.norm(x, "attention_norm")
+            h = placement.used(block.norm(x, "attention_norm"), ("rows", ""))
             mixed = mixing.attention(block, h) if kind == ATTENTION else mixing.delta(block, h)
-            x = placement.used(x + mixed, ("rows", ""))
-            y, routes = feed_forward(block, block.norm(x, "mlp_norm"), chosen)
+            x = placement.used(x + mixed, ("tokens", ""))
+            y, routes = feed_forward(block, placement.used(block.norm(x, "mlp_norm"), ("rows", "")), chosen)
             load = None if routes is None else moe.load(routes, wanted, cfg.experts)["experts"]
-            return placement.used(x + y, ("rows", "")), load
+            return placement.used(x + y, ("tokens", "")), load
 
+        # Between the parts of a layer the tokens of a row are divided over all devices that work on it (sequence
+        # parallelism, arXiv 2205.05198): with `remat: full` this array is what is kept of a layer.
         x = layers.lookup(self.embedding[...], ids.reshape(-1), cfg.dtype, placement)
-        x = placement.used(x, ("rows", ""))
+        x = placement.used(x, ("tokens", ""))
         chosen = None if experts is None else experts.reshape(cfg.layers, rows * time, -1)
         # Unrolled, XLA's CPU backend would merge what is computed again with what was computed first, and on a mesh
         # nothing would keep the gathered weights and the unsummed gradients of all layers from existing together.
@@ -137,7 +139,8 @@ class Transformer(nnx.Module):
             REMAT[cfg.remat], layer, x, Stack(self._stacks(), adapters and adapters.pairs, chosen), cfg, unroll
         )
         gain = layers.in_use(self.final_norm[...], ("embed",), placement)
-        return Pass(layers.normalise(x, offset(cfg, gain), cfg.norm_eps).reshape(rows, time, -1), load)
+        x = placement.used(layers.normalise(x, offset(cfg, gain), cfg.norm_eps), ("rows", ""))
+        return Pass(x.reshape(rows, time, -1), load)
 
     def decode(
         self,

@@ -15,11 +15,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trace_jax.recipes.ahead import hlo, hlo_bytes
+from trace_jax.recipes.ahead import hlo, hlo_bytes, hlo_flops
 from trace_jax.recipes.ahead.hlo import Collective
 
 _REFUSED = re.compile(r"[Uu]sed ([\d.]+)([KMGT])i?B? of ([\d.]+)([KMGT])i?B? hbm")
-READER = 2  # of the programs' text; what another one read is not recalled
+READER = 3  # of the programs' text; what another one read is not recalled
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -35,6 +35,7 @@ class Compiled:
         limit: what the compiler takes the chip's memory to be, known where it gave up.
         traffic: read and written, see `hlo_bytes`; None without a program.
         counted_flops: by the compiler: bodies of loops once, kernels not at all.
+        multiplied: FLOPs of matrix products, see `hlo_flops`; None without a program for the device.
         seconds: that compiling took (when it was compiled).
         collectives: see `hlo`.
     """
@@ -48,6 +49,7 @@ class Compiled:
     limit: float | None = None
     traffic: float | None = None
     counted_flops: float = 0.0
+    multiplied: float | None = None
     seconds: float = 0.0
     collectives: tuple[Collective, ...] = ()
 
@@ -94,6 +96,7 @@ def analyse(lowered: Any, mesh: Mapping[str, int], target: str, run: bool = True
             code=memory.generated_code_size_in_bytes,
             traffic=hlo_bytes.traffic(text) if run else _least(memory),
             counted_flops=float(costs.get("flops", 0.0)),
+            multiplied=hlo_flops.multiplied(text) if run else None,
             seconds=seconds,
             collectives=tuple(hlo.collectives(text, mesh)),
         )

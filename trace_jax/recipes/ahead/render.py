@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 GB = 1e9
+WASTEFUL = 1.5  # times what has to be multiplied, from which it is told
 _NAMES = {
     "parameters": "parameters",
     "base": "frozen base",
@@ -78,11 +79,25 @@ def _times(r: dict[str, Any]) -> list[str]:
     return [
         "a step at its bounds (seconds of one run; x runs)",
         *(_program(name, p) for name, p in r["programs"].items() if p["runs"]),
+        *wasteful(r),
         "collectives of a step (GB that a chip receives)",
         *_axes(r),
         f"step            {r['roofline_step_s']:.2f} s at least, MFU at most {r['mfu_bound']:.1%} of "
         f"{chip['flops'] / 1e12:.0f} TFLOP/s ({chip['source']})",
     ]
+
+
+def wasteful(r: dict[str, Any]) -> list[str]:
+    """A line for each program that the compiler made multiply far more than the policy has to."""
+    lines = []
+    for name, p in r["programs"].items():
+        wanted, done = p.get("executed_flops_per_chip"), p.get("multiplied_flops_per_chip")
+        if wanted and done and done > WASTEFUL * wanted:
+            lines.append(
+                f"  {name} multiplies {done / wanted:.3g} times what the policy has to: look for a product that the "
+                "compiler expands"
+            )
+    return lines
 
 
 def _mesh(shape: dict[str, int]) -> str:

@@ -113,7 +113,7 @@ def _program(job: Job, program: Program, compiled: Mapping[tuple[str, int], Comp
     done = _work(job, program)
     link, network = _link_seconds(said.collectives, mesh, job)
     terms = {
-        "compute": done.executed / chip.flops,
+        "compute": max(done.executed, said.multiplied or 0.0) / chip.flops,
         "memory": (said.traffic or 0.0) / chip.hbm_bandwidth,
         "links": link,
         "network": network,
@@ -124,6 +124,7 @@ def _program(job: Job, program: Program, compiled: Mapping[tuple[str, int], Comp
         "model_flops": done.model,
         "executed_flops_per_chip": done.executed,
         "counted_flops_per_chip": said.counted_flops,
+        "multiplied_flops_per_chip": said.multiplied,
         "hbm_traffic_per_chip": said.traffic,
         "collective_bytes": sum(c.moved * c.runs for c in said.collectives),
         "collective_bytes_by_axis": by_axis(said.collectives),
