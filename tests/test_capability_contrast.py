@@ -1,5 +1,6 @@
 """The contrast's arithmetic against a loop over attempts, its selection rule and its edges."""
 
+import dataclasses
 import json
 import xml.etree.ElementTree as ET
 
@@ -85,6 +86,17 @@ def test_equal_gaps_are_ranked_by_coverage():
     few[50:70] = -1
     found = run(np.stack([few, many], 1), passed)
     assert found.mean_gap.tolist() == [1.0, 1.0] and found.order.tolist() == [1, 0]
+
+
+def test_the_rank_may_be_the_share_of_failures_that_a_gap_speaks_for():
+    passed = np.arange(100) < 50
+    sharp = np.where(passed, 1, 0)
+    sharp[50:60] = -1  # Cov .2, gap 1
+    wide = np.where(passed, 1, -1)
+    wide[:20] = -1  # Cov 1, gap .6
+    both = np.stack([sharp, wide], 1)
+    assert run(both, passed).order.tolist() == [0, 1]
+    assert run(both, passed, dataclasses.replace(CONFIG, rank="explained")).order.tolist() == [1, 0]
 
 
 def test_coverage_and_gap_must_both_reach_their_thresholds():

@@ -109,8 +109,9 @@ def test_every_variant_is_a_valid_run_and_names_a_capability():
 
 
 def found(kept, rank, planted_kept, gap=1.0):
-    gaps = {"intersection": gap}
-    return {"kept": kept, "rank": rank, "planted_kept": planted_kept, "gaps": gaps, "coverages": gaps}
+    gaps = {"intersection": gap, "drill_down": 0.9}
+    coverages = {"intersection": gap, "drill_down": 0.1}
+    return {"kept": kept, "rank": rank, "planted_kept": planted_kept, "gaps": gaps, "coverages": coverages}
 
 
 def test_summary_counts_seeds():
@@ -125,9 +126,12 @@ def test_summary_counts_seeds():
     }
     told = planted.summary(runs)[variant]
     assert (told["first"], told["kept"], told["alone"], told["alone_beside_control"]) == (1, 2, 1, 2)
+    assert told["first_explained"] == 2  # .5 x .5 is more than .1 x .9
     assert told["gap"] == 0.5 and told["others"] == ["drill_down"] and told["seeds"] == 3
     text = planted.markdown({"summary": {variant: told}, "runs": runs})
-    assert "| 1 of 3 | 2 of 3 | 1 of 3 | 2 of 3 |" in text and "own weaknesses, in any seed: drill_down" in text
+    assert (
+        "| 1 of 3 | 2 of 3 | 2 of 3 | 1 of 3 | 2 of 3 |" in text and "own weaknesses, in any seed: drill_down" in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,8 @@ class CapabilityConfig:
     keep: int = 8  # runs that must select a capability
     coverage: float = 0.10  # least share of the failed attempts that lack it
     gap: float = 0.20  # least difference between failed and passed attempts in how many lack it
+    # Order of the kept: "gap" as in the paper | "explained", Cov x gap: the share of failures that the gap speaks for.
+    rank: str = "gap"
     labeller: str = "programmatic"  # "programmatic" | "endpoint", a model behind an OpenAI-compatible interface
     endpoint: str = ""  # its base URL, such as http://localhost:8000/v1
     model: str = ""

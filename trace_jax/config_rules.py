@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grpo.weight_sync": ("between", "in_flight"),
     "grpo.turn_credit.form": ("log_ratio", "raw_delta", "remaining_gap", "remaining_gap_initial"),
     "capability.labeller": ("programmatic", "endpoint"),
+    "capability.rank": ("gap", "explained"),
     "endpoint.protocol": ("tools", "text"),
     "endpoint.tokens_field": ("max_tokens", "max_completion_tokens"),
     "grpo.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"),

@@ -46,7 +46,8 @@ class Contrast:
     Attributes:
         value: figures of all attempts, the mean over runs of labels. low, high: bounds of each, tasks resampled.
         mean_gap: over the runs. selected: runs that select each capability. kept: selected by enough of them.
-        order: capabilities, the kept ones first, each part by falling mean gap, equal gaps by falling coverage.
+        order: capabilities, the kept ones first, each part by falling mean of what `capability.rank` names, equal ones
+            by falling coverage.
     """
 
     value: Rates
@@ -141,7 +142,8 @@ def contrast(
         low[name], high[name] = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
     selected = selects(runs, config).sum(axis=0)
     kept, mean_gap = selected >= config.keep, runs.gap.mean(axis=0)
-    order = np.lexsort((-runs.coverage.mean(axis=0), -mean_gap.round(9), ~kept))
+    by = mean_gap if config.rank == "gap" else (runs.coverage * runs.gap).mean(axis=0)
+    order = np.lexsort((-runs.coverage.mean(axis=0), -by.round(9), ~kept))
     return Contrast(whole, low, high, mean_gap, selected, kept, order)
 
 

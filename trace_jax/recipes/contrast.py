@@ -185,6 +185,7 @@ def _contrast(
         "labeller": config.capability.labeller,
         "runs": config.capability.runs,
         "thresholds": {name: getattr(config.capability, name) for name in ("coverage", "gap", "keep")},
+        "rank": config.capability.rank,
         "confidence": config.evaluation.confidence,
         "kept": [e["capability"] for e in entries if e["kept"]],
         "capabilities": entries,

@@ -27,6 +27,8 @@ from trace_jax.recipes.studies import PLANTED_CONTROL as CONTROL
 from trace_jax.recipes.studies import PLANTED_SEEDS as SEEDS
 from trace_jax.recipes.studies import PLANTED_VARIANTS as VARIANTS
 
+COUNTS = ("first", "first_explained", "kept", "alone", "alone_beside_control")
+
 
 def command(
     config: RunConfig, out: Path, *, seeds: Sequence[int] = SEEDS, variants: Sequence[str] = ()
@@ -132,6 +134,7 @@ def _share(out: Path, variant: str, path: Path) -> None:
 def summary(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """By variant with a planted deficit: in how many seeds it came first, was kept, and stood alone.
 
+    `first` is by `capability.rank` of the runs, `first_explained` by Cov x gap whatever that is.
     `alone` counts seeds in which nothing else was kept, `alone_beside_control` those in which nothing else was kept
     that the control of the seed does not lack.
     """
@@ -146,6 +149,7 @@ def summary(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, d
             "planted": planted,
             "seeds": len(runs),
             "first": sum(r["rank"] == 1 and r["planted_kept"] for r in runs.values()),
+            "first_explained": sum(_explains_most(r, planted) for r in runs.values()),
             "kept": sum(r["planted_kept"] for r in runs.values()),
             "alone": sum(not o for o in others.values()),
             "alone_beside_control": sum(not (others[s] - own[s]) for s in runs),
@@ -156,14 +160,20 @@ def summary(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, d
     return result
 
 
+def _explains_most(run: Mapping[str, Any], planted: str) -> bool:
+    """Whether a capability is kept and no other kept one has a larger Cov x gap."""
+    share = {name: run["coverages"][name] * run["gaps"][name] for name in run["kept"]}
+    return planted in share and share[planted] == max(share.values())
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     """The table for people."""
     lines = [
-        "| | planted | Cov | gap | first | kept | nothing else | nothing that the control has not |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | planted | Cov | gap | first | by Cov x gap | kept | nothing else | nothing that the control has not |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for variant, s in result["summary"].items():
-        counts = " | ".join(f"{s[k]} of {s['seeds']}" for k in ("first", "kept", "alone", "alone_beside_control"))
+        counts = " | ".join(f"{s[k]} of {s['seeds']}" for k in COUNTS)
         lines.append(f"| {variant} | {s['planted']} | {s['coverage']:.2f} | {s['gap']:+.2f} | {counts} |")
     control = result["runs"].get(CONTROL, {})
     own = sorted(set().union(*(r["kept"] for r in control.values())))
