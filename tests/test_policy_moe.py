@@ -323,9 +323,14 @@ GROUPS = {
 
 
 def every_way(product, outer):
-    """One program: rows times matrices, times transposed ones, and sums of outer products."""
+    """One program: rows times matrices, times transposed ones, and sums of outer products, alone and onto others."""
     return jax.jit(
-        lambda x, y, w, sizes: (product(x, w, sizes), product(y, w, sizes, transposed=True), outer(x, y, sizes))
+        lambda x, y, w, sizes: (
+            product(x, w, sizes),
+            product(y, w, sizes, transposed=True),
+            outer(x, y, sizes),
+            outer(x, y, sizes, jnp.ones_like(w)),
+        )
     )
 
 
@@ -350,7 +355,7 @@ def test_every_way_to_multiply_groups_is_the_same(sizes):
     x[used:], y[used:] = np.inf, np.inf  # never looked at
     x, y, w, sizes = (jnp.asarray(a, jnp.int32 if a is sizes else jnp.float32) for a in (x, y, w, sizes))
     for way in WAYS:
-        for got, expected in zip(way(x, y, w, sizes), (product, back, total), strict=True):
+        for got, expected in zip(way(x, y, w, sizes), (product, back, total, total + 1), strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-5)
 
 

@@ -44,10 +44,16 @@ def matmul(
     return jax.lax.platform_dependent(x, weight, sizes, tpu=tpu, cpu=cpu, default=gpu)
 
 
-def outer(x: Float[Array, "m a"], y: Float[Array, "m b"], sizes: Int[Array, " G"]) -> Float[Array, "G a b"]:
-    """Sum over the rows of each group of the outer products of x and y, float32; 0 for a group without rows."""
+def outer(
+    x: Float[Array, "m a"], y: Float[Array, "m b"], sizes: Int[Array, " G"], onto: Float[Array, "G a b"] | None = None
+) -> Float[Array, "G a b"]:
+    """Sum over the rows of each group of the outer products of x and y, float32; 0 for a group without rows.
+
+    Args:
+        onto: float32 to add it to.
+    """
     cpu, gpu = (partial(outer_blocks, largest=largest) for largest in (CPU_BLOCK, GPU_BLOCK))
-    return jax.lax.platform_dependent(x, y, sizes, tpu=outer_kernel, cpu=cpu, default=gpu)
+    return jax.lax.platform_dependent(x, y, sizes, onto, tpu=outer_kernel, cpu=cpu, default=gpu)
 
 
 def ragged(x, weight, sizes, transposed=False):
@@ -57,14 +63,14 @@ def ragged(x, weight, sizes, transposed=False):
     return jnp.where(_inside(sizes, len(x))[:, None], y, 0)  # what a kernel leaves after the last group is undefined
 
 
-def outer_kernel(x, y, sizes, interpret=False):
+def outer_kernel(x, y, sizes, onto=None, interpret=False):
     """`outer` by the TPU kernel; `interpret`: by XLA operations, on any device."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     rows, *most = TPU_TILE
     x, y = (jnp.pad(z, ((0, -len(z) % rows), (0, 0))) for z in (x, y))
     tiling = (rows, *map(min, (x.shape[1], y.shape[1]), most))
-    return tgmm(x.T, y, sizes, jnp.float32, tiling, interpret=interpret)
+    return tgmm(x.T, y, sizes, jnp.float32, tiling, existing_out=onto, interpret=interpret)
 
 
 def padded(x, weight, sizes, most, transposed=False):
@@ -95,7 +101,7 @@ def blocks(x, weight, sizes, largest, transposed=False):
     return jnp.where(_inside(sizes, len(x))[:, None], y, 0)
 
 
-def outer_blocks(x, y, sizes, largest):
+def outer_blocks(x, y, sizes, onto=None, *, largest):
     """`outer` by blocks."""
     rows = _block_rows(len(x), len(sizes), largest)
     count, groups, starts, ends = _blocks(sizes, len(x), rows)
@@ -108,7 +114,8 @@ def outer_blocks(x, y, sizes, largest):
         product = jnp.dot(x_block.T, y_block, preferred_element_type=jnp.float32)
         return total.at[groups[i]].add(product)
 
-    return jax.lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], y.shape[1]), jnp.float32))
+    onto = jnp.zeros((len(sizes), x.shape[1], y.shape[1]), jnp.float32) if onto is None else onto
+    return jax.lax.fori_loop(0, count, body, onto)
 
 
 def _block_rows(m: int, groups: int, largest: int) -> int:

@@ -183,7 +183,7 @@ def _backward(placement, saved, d_y):
     x, weights, matrices, pairs, chosen, adapter, scale, gate, up = saved
 
     def work(part, x, weights, chosen, adapter, scale, matrices, pairs, gate, up, d_y):
-        def some(x, weights, chosen, adapter, gate, up, d_y):
+        def some(x, weights, chosen, adapter, gate, up, d_y, sums):
             plan = _plan(part, chosen, weights, adapter, scale, matrices, pairs)
             d_out = jnp.where(plan.mine[:, None], d_y[plan.token], 0)
             hidden, gated_back = jax.vjp(layers.gated, gate, up)
@@ -191,20 +191,19 @@ def _backward(placement, saved, d_y):
             # the gradient of what comes out of `down` is weight * d_out: the weight is moved to the other factor, so
             # that d_hidden serves the gradient of the weight too
             weighted = (hidden * plan.weight[:, None]).astype(x.dtype)
-            d_hidden, *d_down = _project_back(weighted, d_out, matrices[DOWN], pairs.get(DOWN), plan)
+            d_hidden, down = _project_back(weighted, d_out, matrices[DOWN], pairs.get(DOWN), plan, sums[DOWN])
             d_weight = jnp.sum(hidden * d_hidden.astype(jnp.float32), axis=-1)
             d_hidden = (d_hidden.astype(jnp.float32) * plan.weight[:, None]).astype(x.dtype)
             d_gate, d_up = gated_back(d_hidden)
             copies = x[plan.token]
-            d_x, *d_gate = _project_back(copies, d_gate, matrices[GATE], pairs.get(GATE), plan)
-            d_x_up, *d_up = _project_back(copies, d_up, matrices[UP], pairs.get(UP), plan)
+            d_x, gates = _project_back(copies, d_gate, matrices[GATE], pairs.get(GATE), plan, sums[GATE])
+            d_x_up, ups = _project_back(copies, d_up, matrices[UP], pairs.get(UP), plan, sums[UP])
             d_x = _gathered(d_x.astype(jnp.float32) + d_x_up.astype(jnp.float32), plan)
-            grads = {GATE: d_gate, UP: d_up, DOWN: d_down}
-            sums = {name: grads[name][0] for name in matrices}, {name: grads[name][1] for name in pairs}
-            return (d_x, d_weight[plan.place]), sums
+            return (d_x, d_weight[plan.place]), {GATE: gates, UP: ups, DOWN: down}
 
-        (d_x, d_weights), sums = _in_parts(some, (x, weights, chosen, adapter, gate, up, d_y), summed=True)
-        return d_x, d_weights, *sums
+        sums = {n: (_zeros(matrices[n]), jax.tree.map(_zeros, pairs.get(n))) for n in NAMES}
+        (d_x, d_weights), sums = _in_parts(some, (x, weights, chosen, adapter, gate, up, d_y), sums)
+        return d_x, d_weights, {n: sums[n][0] for n in matrices}, {n: sums[n][1] for n in pairs}
 
     taken, axes = _arguments(x, weights, matrices, pairs, chosen, adapter, scale, placement)
     taken, axes = (*taken, gate, up, d_y), (*axes, ("copies", "mlp"), ("copies", "mlp"), ("rows", ""))
@@ -230,27 +229,25 @@ def _arguments(x, weights, matrices, pairs, chosen, adapter, scale, placement):
     return (x, weights, chosen, adapter, scale, matrices, pairs), axes
 
 
-def _in_parts(function, arrays, summed=False):
+def _in_parts(function, arrays, sums=None):
     """A function of the tokens of a device, of equally many of them at a time.
 
     Args:
+        function: (*arrays) -> arrays of the same kind; with sums (*arrays, sums) -> (arrays, sums).
         arrays: tokens, or copies of them, on the leading axis; equally many copies of each.
-        function: (*arrays) -> arrays of the same kind; with `summed` also a tree of sums over the tokens.
+        sums: over the tokens so far.
     """
     parts = _parts(len(arrays[0]))
     if parts == 1:
-        return function(*arrays)
-    split = [a.reshape(parts, -1, *a.shape[1:]) for a in arrays]
+        return function(*arrays) if sums is None else function(*arrays, sums)
+    split = tuple(a.reshape(parts, -1, *a.shape[1:]) for a in arrays)
 
-    def add(total, taken):
-        out = function(*taken)
-        return (jax.tree.map(jnp.add, total, out[1]), out[0]) if summed else (None, out)
+    def turn(sums, taken):
+        return (None, function(*taken)) if sums is None else function(*taken, sums)[::-1]
 
-    like = jax.eval_shape(function, *(a[0] for a in split))
-    zeros = jax.tree.map(jnp.zeros_like, like[1]) if summed else None
-    total, out = jax.lax.scan(add, zeros, split)
+    sums, out = jax.lax.scan(turn, sums, split)
     out = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
-    return (out, total) if summed else out
+    return out if sums is None else (out, sums)
 
 
 def _parts(tokens: int) -> int:
@@ -329,12 +326,14 @@ def _project(x, weight, pair, plan):
     return y + _scaled(change, plan)
 
 
-def _project_back(x, d_y, weight, pair, plan):
-    """Gradients of x, of the matrices and of the pair, the last two float32; copies of other devices have d_y = 0."""
+def _project_back(x, d_y, weight, pair, plan, sums):
+    """Gradient of x, and sums with those of the matrices and of the pair added, float32; copies of other devices have
+    d_y = 0."""
     d_x = matmul(d_y, weight, plan.sizes, plan.most, transposed=True)
-    d_weight = outer(x, d_y, plan.sizes)
+    d_weight, d_pair = sums
+    d_weight = outer(x, d_y, plan.sizes, d_weight)
     if pair is None:
-        return d_x, d_weight, None
+        return d_x, (d_weight, None)
     a, b = map(_by_expert, pair)
     d_y = _scaled(d_y, plan)
     d_inner = matmul(d_y, b, plan.fine, plan.most, transposed=True)
@@ -342,7 +341,12 @@ def _project_back(x, d_y, weight, pair, plan):
     d_a = outer(x, d_inner, plan.fine)
     d_x = d_x + matmul(d_inner, a, plan.fine, plan.most, transposed=True)
     resident = pair.a.shape[0]
-    return d_x, d_weight, Pair(*(jnp.swapaxes(d.reshape(-1, resident, *d.shape[1:]), 0, 1) for d in (d_a, d_b)))
+    found = Pair(*(jnp.swapaxes(d.reshape(-1, resident, *d.shape[1:]), 0, 1) for d in (d_a, d_b)))
+    return d_x, (d_weight, jax.tree.map(jnp.add, d_pair, found))
+
+
+def _zeros(array):
+    return jnp.zeros(array.shape, jnp.float32)
 
 
 def _scaled(change, plan):

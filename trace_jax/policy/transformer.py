@@ -130,7 +130,7 @@ class Transformer(nnx.Module):
         # Between the parts of a layer the tokens of a row are divided over all devices that work on it (sequence
         # parallelism, arXiv 2205.05198): with `remat: full` this array is what is kept of a layer.
         x = layers.lookup(self.embedding[...], ids.reshape(-1), cfg.dtype, placement)
-        x = placement.used(x, ("tokens", ""))
+        x = placement.used(placement.used(x, ("rows", "")), ("tokens", ""))  # one after the other in the gradient, too
         chosen = None if experts is None else experts.reshape(cfg.layers, rows * time, -1)
         # Unrolled, XLA's CPU backend would merge what is computed again with what was computed first, and on a mesh
         # nothing would keep the gathered weights and the unsummed gradients of all layers from existing together.
