@@ -55,11 +55,16 @@ def test_rounded_matrices_on_a_mesh(single_process):
 
 
 def test_two_processes_sample_their_shares(single_process):
-    """Two processes with four devices each on one mesh: each samples with its own devices; together as one device."""
+    """Two processes with four devices each on one mesh: each samples with its own devices; together as one device.
+    Then every lane has a device of each: the first process samples all rows, the other makes the same calls."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     parts = [result(process) for process in [started(str(i), address) for i in range(2)]]
     for i, part in enumerate(parts):
         assert_same(part["fsdp2 tensor2"], single_process["one"][i::2])
-    assert all("several processes" in part["across"] for part in parts)
+    lead, follow = parts
+    assert (lead["share"], follow["share"]) == ([0, 1], None) and lead["versions"] == [4]
+    for collection in range(2):
+        assert_same(lead[f"across {collection}"], single_process["one"])
+    assert "1 slots for the 2 sampling lanes" in lead["refused"]
