@@ -48,7 +48,15 @@ def engine_on(model, devices, mesh_config, params, config=CONFIG):
     devices = jax.devices()[:devices] if isinstance(devices, int) else devices
     mesh = sharding.make_mesh(mesh_config, devices)
     processes.introduce(mesh)
-    engine = Engine(
+    engine = built(model, mesh, config)
+    placed = sharding.place(params, sharding.shardings(params, axes, mesh))
+    engine.set_params(placed, 3)
+    return engine
+
+
+def built(model, mesh, config):
+    axes = logical_axes(model)
+    return Engine(
         model,
         config,
         STOP,
@@ -56,9 +64,6 @@ def engine_on(model, devices, mesh_config, params, config=CONFIG):
         specs=lambda m: sharding.shardings(nnx.state(model, nnx.Param), axes, m),
         channel=lambda place: Stream(f"lane-{place.lane}", place.processes),
     )
-    placed = sharding.place(params, sharding.shardings(params, axes, mesh))
-    engine.set_params(placed, 3)
-    return engine
 
 
 def summary(lives):
@@ -87,13 +92,13 @@ def main():
                 out["versions"] = sorted({turn.version for life in lives for turn in life.turns})
             engine.followed()
             engine.free()
-            axes = logical_axes(model)
-            placed = sharding.place(other, sharding.shardings(other, axes, sharding.make_mesh(MESHES[name][1], across)))
-            engine.set_params(placed, 4)
-        try:
-            engine_on(model, across, MESHES[name][1], other, dataclasses.replace(CONFIG, slots=1))
-        except ConfigError as error:
-            out["refused"] = str(error)
+            mesh = sharding.make_mesh(MESHES[name][1], across)
+            engine.set_params(sharding.place(other, sharding.shardings(other, logical_axes(model), mesh)), 4)
+        if engine.share is not None:
+            try:
+                built(model, mesh, dataclasses.replace(CONFIG, slots=1))
+            except ConfigError as error:
+                out["refused"] = str(error)
     else:
         alone = Engine(model, CONFIG, STOP, lanes=1)
         alone.set_params(other, 3)
