@@ -29,7 +29,7 @@ from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, default_path
 from trace_jax.rollout.collect_stats import CollectStats, side_by_side
 from trace_jax.rollout.engine import Engine
-from trace_jax.rollout.placement import owners
+from trace_jax.rollout.placement import HostOf, owners, process_of
 from trace_jax.rollout.trajectory import Trajectory, read_parquet, write_parquet
 
 T = TypeVar("T")
@@ -127,16 +127,17 @@ def check(config: RunConfig) -> None:
         )
 
 
-def check_lanes(config: RunConfig, mesh: Mesh) -> None:
+def check_lanes(config: RunConfig, mesh: Mesh, host_of: HostOf = process_of) -> None:
     """Refuses sampling beside learning where lanes lie in several processes.
 
     Args:
         mesh: the sampler's.
+        host_of: the process that has a device.
 
     Raises:
         ConfigError: the field.
     """
-    staleness, across = config.grpo.staleness, max(map(len, owners(mesh)))
+    staleness, across = config.grpo.staleness, max(map(len, owners(mesh, host_of)))
     if staleness and across > 1:
         lane = f"`mesh.tensor` x `mesh.expert` = {mesh.shape['tensor']} x {mesh.shape['expert']}"
         raise ConfigError(

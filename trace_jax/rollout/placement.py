@@ -56,7 +56,8 @@ class Place:
 HostOf = Callable[[jax.Device], int]
 
 
-def _process(device: jax.Device) -> int:
+def process_of(device: jax.Device) -> int:
+    """The process of this job that has a device."""
     return device.process_index
 
 
@@ -65,7 +66,7 @@ def _blocks(mesh: Mesh) -> np.ndarray:
     return mesh.devices.reshape(-1, mesh.shape["tensor"], mesh.shape["expert"])
 
 
-def owners(mesh: Mesh, host_of: HostOf = _process) -> list[tuple[int, ...]]:
+def owners(mesh: Mesh, host_of: HostOf = process_of) -> list[tuple[int, ...]]:
     """The processes, ascending, that have devices of each lane of a mesh; the first of them leads it.
 
     Args:
@@ -74,7 +75,9 @@ def owners(mesh: Mesh, host_of: HostOf = _process) -> list[tuple[int, ...]]:
     return [tuple(sorted({host_of(device) for device in devices.flat})) for devices in _blocks(mesh)]
 
 
-def lane_places(mesh: Mesh, layout: Any, kv_heads: int, around: Any = None, host_of: HostOf = _process) -> list[Place]:
+def lane_places(
+    mesh: Mesh, layout: Any, kv_heads: int, around: Any = None, host_of: HostOf = process_of
+) -> list[Place]:
     """One place for each block of `tensor x expert` devices of the mesh of which this process owns some.
 
     Args:

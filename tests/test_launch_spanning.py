@@ -1,0 +1,82 @@
+"""A run whose sampling lanes lie in two processes each: as in one process; killed, stopped and continued. Minutes."""
+
+import os
+import signal
+import time
+
+import pytest
+from recipes_helpers import compile_cache, reached
+from test_launch_processes import CONFIG, LIMIT, ROWS, STEPS, alone, children, launch, running, same_run, until
+
+__all__ = ["compile_cache"]  # fixture
+pytestmark = pytest.mark.slow
+
+SIZES = "--policy.layers 1 --policy.width 32 --policy.heads 2 --policy.head-dim 16 --policy.mlp-width 0"
+EXPERTS = "--policy.experts 4 --policy.experts-per-token 2 --policy.expert-width 32 --rollout.replay-routes true"
+VALIDATION = "--grpo.validation-episodes 3 --grpo.validate-every 5"
+# Four processes with a device each: two lanes, of processes 0 and 1, and of 2 and 3.
+GRPO = [*f"{STEPS} {VALIDATION} --mesh.fsdp 2 --mesh.expert 2".split()]
+
+
+@pytest.fixture(scope="module")
+def base(compile_cache, tmp_path_factory):
+    run = tmp_path_factory.mktemp("launch") / "base"
+    words = f"{SIZES} {EXPERTS} {ROWS} --sft.epochs 4".split()
+    alone(compile_cache, 1, "sft", "--config", CONFIG, "--run-dir", run, *words)
+    return run
+
+
+@pytest.fixture(scope="module")
+def single(base, compile_cache):
+    """Five steps on one process with four devices."""
+    run = base.parent / "single"
+    alone(compile_cache, 4, "grpo", "--init", base, "--run-dir", run, *GRPO)
+    return run
+
+
+def test_lanes_over_two_processes_equal_one(base, single, compile_cache, tmp_path):
+    """Tokens, log-probabilities, figures and parameters."""
+    run, log = tmp_path / "four", tmp_path / "log"
+    job = launch(compile_cache, log, 4, 1, "grpo", "--init", base, "--run-dir", run, *GRPO)
+    assert job.wait() == 0, log.read_text()[-4000:]
+    same_run(run, single)
+
+
+def test_a_follower_and_a_leader_are_killed_and_the_job_stopped(base, single, compile_cache, tmp_path):
+    """Each ends the job, which says why and goes on from the last checkpoint; SIGTERM saves. In the end it is as if
+    nothing had happened."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    flags = ("--restarts", "2", "--patience", "600")  # the launcher kills nobody
+    job = launch(compile_cache, log, 4, 1, "grpo", "--init", base, "--run-dir", run, *GRPO, flags=flags)
+    try:
+        for step, victim in ((1, 3), (2, 2)):
+            until(job, lambda step=step: reached(run, "grpo", step), log)
+            pids = children(job)
+            assert len(pids) == 4
+            os.kill(pids[victim], signal.SIGKILL)
+            begun = time.monotonic()
+            until(job, lambda pids=pids: not running(pids), log)
+            took = time.monotonic() - begun
+            print(f"after kill -9 of process {victim} the others ended in {took:.1f} s")
+            assert took < LIMIT
+            assert f"process {victim} ended: killed by SIGKILL" in log.read_text()
+        until(job, lambda: reached(run, "grpo", 3), log)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait() == 143, log.read_text()[-4000:]
+    finally:
+        if job.poll() is None:
+            job.send_signal(signal.SIGTERM)
+            job.send_signal(signal.SIGTERM)
+    assert not reached(run, "grpo", 5)
+    job = launch(compile_cache, log, 4, 1, "grpo", "--run-dir", run, "--resume")
+    assert job.wait() == 0, log.read_text()[-4000:]
+    same_run(run, single)
+
+
+def test_sampling_beside_learning_is_refused(base, compile_cache, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    ahead = [*GRPO, "--grpo.staleness", "1"]
+    job = launch(compile_cache, log, 4, 1, "grpo", "--init", base, "--run-dir", run, *ahead)
+    assert job.wait() == 2
+    said = [line for line in log.read_text().splitlines() if "`grpo.staleness` is 1" in line]
+    assert said and "lie in 2 processes" in said[0] and "Traceback" not in log.read_text()
