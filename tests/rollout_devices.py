@@ -3,6 +3,7 @@
 With arguments (process id, address): one of two processes with four devices each, which share a mesh of eight.
 """
 
+import gc
 import json
 import os
 import sys
@@ -66,6 +67,11 @@ def built(model, mesh, config):
     )
 
 
+def live_bytes():
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
 def summary(lives):
     return [[life.ids, [x for _, x in life.sampled]] for life in lives]
 
@@ -104,6 +110,7 @@ def main():
         alone.set_params(other, 3)
         out["one"] = summary(live(alone, prompts, range(ROWS), turns=2))
         for name, (devices, mesh) in MESHES.items():
+            begun = live_bytes()
             engine = engine_on(model, devices, mesh, other)
             lives = live(engine, prompts, range(ROWS), turns=2, disorder=1)
             out[name] = summary(lives)
@@ -111,6 +118,10 @@ def main():
             out[f"{name}/heads"] = sorted({tuple(x.addressable_shards[0].data.shape)[1] for c in cache for x in c.k})
             out[f"{name}/devices"] = len({d for c in cache for x in c.k for d in x.sharding.device_set})
             assert {turn.version for life in lives for turn in life.turns} == {3}
+            del cache
+            held = live_bytes() - begun
+            engine.free()
+            out[f"{name}/held"] = held, live_bytes() - begun
         # in 8 bits: rounded where the learner has them, then gathered
         rounded = dataclasses.replace(CONFIG, weights="int8")
         alone = Engine(model, rounded, STOP, lanes=1)

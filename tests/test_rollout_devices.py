@@ -43,6 +43,8 @@ def test_sharded_equals_single(single_process):
     for name, devices in (("data2", 2), ("fsdp2 tensor2", 4)):
         assert_same(single_process[name], single_process["one"])
         assert single_process[f"{name}/devices"] == devices
+        held, left = single_process[f"{name}/held"]  # bytes of parameters and caches, before and after `Engine.free`
+        assert held > 50_000 and left == 0
         assert single_process[f"{name}/heads"] == ([1] if "tensor2" in name else [2])
 
 
