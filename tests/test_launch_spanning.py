@@ -2,11 +2,15 @@
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from recipes_helpers import compile_cache, reached
 from test_launch_processes import CONFIG, LIMIT, ROWS, STEPS, alone, children, launch, running, same_run, until
+
+from trace_jax.rollout.trajectory import read_parquet
 
 __all__ = ["compile_cache"]  # fixture
 pytestmark = pytest.mark.slow
@@ -71,6 +75,32 @@ def test_a_follower_and_a_leader_are_killed_and_the_job_stopped(base, single, co
     job = launch(compile_cache, log, 4, 1, "grpo", "--run-dir", run, "--resume")
     assert job.wait() == 0, log.read_text()[-4000:]
     same_run(run, single)
+
+
+def test_a_follower_that_fails_ends_the_job(base, compile_cache, tmp_path):
+    """Process 0 waits on its device for what process 1 does not launch: it ends all the same, and says why."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    command = [sys.executable, str(Path(__file__).with_name("launch_faults.py")), "follower"]
+    words = ["grpo", "--init", base, "--run-dir", run, *GRPO]
+    job = launch(compile_cache, log, 4, 1, *words, flags=("--patience", "600"), command=command)
+    until(job, lambda: "the device is lost" in log.read_text(), log)
+    begun = time.monotonic()
+    assert job.wait() == 1
+    assert time.monotonic() - begun < LIMIT
+    assert "trace-jax: process 1 failed: " in log.read_text()
+
+
+def test_the_whole_recipe_with_one_lane_over_two_processes(compile_cache, tmp_path):
+    """SFT, GRPO with turn credit, sampling in 8 bits, evaluation before and after."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    small = "--sft.epochs 4 --grpo.steps 2 --grpo.iterations 1 --data.test 4 --grpo.validation-episodes 0"
+    credit = "--grpo.turn-credit.enabled true --grpo.turn-credit.microbatch.row-length 512"
+    mesh = "--rollout.weights int8 --mesh.expert 2"
+    words = ["--config", CONFIG, "--run-dir", run, *f"{SIZES} {EXPERTS} {small} {ROWS} {credit} {mesh}".split()]
+    job = launch(compile_cache, log, 2, 1, "train", *words)
+    assert job.wait() == 0, log.read_text()[-4000:]
+    assert {p.stem for p in (run / "evaluation").glob("*.json")} == {"untrained", "explorer", "solver", "sft", "grpo"}
+    assert all(len(t.probes) for t in read_parquet(run / "trajectories" / "grpo-000002.parquet"))
 
 
 def test_sampling_beside_learning_is_refused(base, compile_cache, tmp_path):

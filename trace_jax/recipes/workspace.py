@@ -122,7 +122,9 @@ class Workspace:
         if not self.config.lora.rank:
             return None
         placed = sharding.shardings(self.base_params, logical_axes(self.model), self.mesh)
-        return lora.Frozen(jax.device_put(self.base_params, placed), lora.scale(self.config.lora))
+        # the scale, too, or the sampler could not gather the two by one program on the mesh
+        scale = jax.device_put(lora.scale(self.config.lora), NamedSharding(self.mesh, PartitionSpec()))
+        return lora.Frozen(jax.device_put(self.base_params, placed), scale)
 
     @cached_property
     def initial_params(self) -> Params:
