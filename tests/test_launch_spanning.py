@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from recipes_helpers import compile_cache, reached
 from test_launch_processes import CONFIG, LIMIT, ROWS, STEPS, alone, children, launch, running, same_run, until
@@ -101,6 +102,22 @@ def test_the_whole_recipe_with_one_lane_over_two_processes(compile_cache, tmp_pa
     assert job.wait() == 0, log.read_text()[-4000:]
     assert {p.stem for p in (run / "evaluation").glob("*.json")} == {"untrained", "explorer", "solver", "sft", "grpo"}
     assert all(len(t.probes) for t in read_parquet(run / "trajectories" / "grpo-000002.parquet"))
+
+
+def test_adapters_are_scored_as_in_one_process(compile_cache, tmp_path):
+    """Heads over two processes, the frozen base gathered onto the lane."""
+    runs, log = [tmp_path / "one", tmp_path / "two"], tmp_path / "log"
+    sizes = SIZES.replace("mlp-width 0", "mlp-width 64 --policy.kv-heads 2 --lora.rank 4 --mesh.tensor 2")
+    small = f"{sizes} {ROWS} --sft.epochs 2 --grpo.steps 0 --data.test 6"
+    words = [["train", "--config", CONFIG, "--run-dir", run, *small.split()] for run in runs]
+    alone(compile_cache, 2, *words[0])
+    job = launch(compile_cache, log, 2, 1, *words[1])
+    assert job.wait() == 0, log.read_text()[-4000:]
+    for agent in ("untrained", "sft"):
+        one, two = (read_parquet(run / "trajectories" / f"{agent}.parquet") for run in runs)
+        assert len(one) == 6 and any(len(t.versions) > 1 or t.status != "finished" for t in one)
+        for a, b in zip(one, two, strict=True):
+            assert np.array_equal(a.ids, b.ids) and (a.status, a.reward) == (b.status, b.reward)
 
 
 def test_sampling_beside_learning_is_refused(base, compile_cache, tmp_path):
