@@ -3,6 +3,7 @@
 With arguments (process id, address): one of two processes with four devices each, which share a mesh of eight.
 """
 
+import gc
 import json
 import os
 import sys
@@ -25,7 +26,9 @@ from helpers_rollout import CONFIG, POLICY, STOP, VOCABULARY, live, prompts_of  
 
 from trace_jax.config import ConfigError, MeshConfig  # noqa: E402
 from trace_jax.learner import multihost, sharding  # noqa: E402
+from trace_jax.learner.stream import Stream  # noqa: E402
 from trace_jax.policy.transformer import Transformer, logical_axes  # noqa: E402
+from trace_jax.recipes import processes  # noqa: E402
 from trace_jax.rollout import programs  # noqa: E402
 from trace_jax.rollout.engine import Engine  # noqa: E402
 
@@ -43,13 +46,30 @@ POLICY = dataclasses.replace(POLICY, layers=1)  # compiles in half the time, and
 def engine_on(model, devices, mesh_config, params, config=CONFIG):
     """An engine on a mesh that was given its parameters by a learner on that mesh."""
     axes = logical_axes(model)
-    mesh = sharding.make_mesh(mesh_config, jax.devices()[:devices])
-    engine = Engine(
-        model, config, STOP, mesh=mesh, specs=lambda m: sharding.shardings(nnx.state(model, nnx.Param), axes, m)
-    )
+    devices = jax.devices()[:devices] if isinstance(devices, int) else devices
+    mesh = sharding.make_mesh(mesh_config, devices)
+    processes.introduce(mesh)
+    engine = built(model, mesh, config)
     placed = sharding.place(params, sharding.shardings(params, axes, mesh))
     engine.set_params(placed, 3)
     return engine
+
+
+def built(model, mesh, config):
+    axes = logical_axes(model)
+    return Engine(
+        model,
+        config,
+        STOP,
+        mesh=mesh,
+        specs=lambda m: sharding.shardings(nnx.state(model, nnx.Param), axes, m),
+        channel=lambda place: Stream(f"lane-{place.lane}", place.processes),
+    )
+
+
+def live_bytes():
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays())
 
 
 def summary(lives):
@@ -65,22 +85,43 @@ def main():
         name = "fsdp2 tensor2"
         engine = engine_on(model, 8, MESHES[name][1], other)
         out[name] = summary(live(engine, [prompts[r] for r in rows], list(rows), turns=2))
-        try:
-            engine_on(model, 8, MeshConfig(data=1, tensor=8), other)
-        except ConfigError as error:
-            out["across"] = str(error)
+        # two lanes with a device of each process: the first process leads both
+        first, second = jax.devices()[:4], jax.devices()[4:]
+        across = [first[0], second[0], first[1], second[1]]
+        engine = engine_on(model, across, MESHES[name][1], other)
+        out["share"] = engine.share
+        for collection in range(2):  # the second begins with other parameters and empty caches
+            engine.follow()
+            if engine.share is not None:
+                lives = live(engine, prompts, range(ROWS), turns=2, disorder=1)
+                out[f"across {collection}"] = summary(lives)
+                out["versions"] = sorted({turn.version for life in lives for turn in life.turns})
+            engine.followed()
+            engine.free()
+            mesh = sharding.make_mesh(MESHES[name][1], across)
+            engine.set_params(sharding.place(other, sharding.shardings(other, logical_axes(model), mesh)), 4)
+        if engine.share is not None:
+            try:
+                built(model, mesh, dataclasses.replace(CONFIG, slots=1))
+            except ConfigError as error:
+                out["refused"] = str(error)
     else:
         alone = Engine(model, CONFIG, STOP, lanes=1)
         alone.set_params(other, 3)
         out["one"] = summary(live(alone, prompts, range(ROWS), turns=2))
         for name, (devices, mesh) in MESHES.items():
+            begun = live_bytes()
             engine = engine_on(model, devices, mesh, other)
             lives = live(engine, prompts, range(ROWS), turns=2, disorder=1)
             out[name] = summary(lives)
-            cache = [g.cache for lane in engine._lanes for g in lane._slots.groups if g.cache is not None]
+            cache = [c for lane in engine._lanes for c in lane.calls.caches.values()]
             out[f"{name}/heads"] = sorted({tuple(x.addressable_shards[0].data.shape)[1] for c in cache for x in c.k})
             out[f"{name}/devices"] = len({d for c in cache for x in c.k for d in x.sharding.device_set})
             assert {turn.version for life in lives for turn in life.turns} == {3}
+            del cache
+            held = live_bytes() - begun
+            engine.free()
+            out[f"{name}/held"] = held, live_bytes() - begun
         # in 8 bits: rounded where the learner has them, then gathered
         rounded = dataclasses.replace(CONFIG, weights="int8")
         alone = Engine(model, rounded, STOP, lanes=1)

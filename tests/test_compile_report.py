@@ -173,3 +173,28 @@ def test_the_delta_rule_is_computed_in_float32():
     rule = 6 * (6 * 16 + 4 * 64 * 4)
     assert found.executed == 32 * (3 * (layers + rule) + 9 / 2 * 2 * SCORES + 4 * 2 * HEAD)
     assert found.model == 32 * 3 * (layers + 2 * 3 * 16 + 2 * SCORES + 2 * HEAD)
+
+
+def test_a_lane_over_two_nodes_holds_its_share_and_works_in_turn_with_the_learner():
+    """Sixteen GPUs of two nodes, sixteen experts: one lane. Nothing is compiled, the learner's part is too large."""
+    sizes = {"layers": 8, "width": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp_width": 0, "experts": 16}
+    sizes |= {"experts_per_token": 2, "expert_width": 65536, "vocab_size": 32000}
+    words = [f"--policy.{name}={value}" for name, value in sizes.items()]
+    words += ["--mesh.expert=16", "--rollout.slots=24", "--topology", "h100x16", "--json"]
+    done = run(*words)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    memory = found["memory"]
+    shared = 8 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 4096 + 2 * 128 + 4096 * 16) + 4096 * 32001
+    experts = 8 * 3 * 4096 * 65536  # of one of sixteen
+    assert memory["sampler_parameters"] == pytest.approx(4 * (shared + experts), rel=1e-3)
+    assert found["counts"]["slots_per_lane"] == 24 and found["no_sampler"] is None
+    stays = memory["parameters"] + memory["moments"]
+    assert found["programs"] == {} and memory["phases"] == {
+        "learning": stays + memory["gradients"] + memory["batch"],
+        "sampling": stays + memory["sampler_parameters"] + memory["kv_cache"],
+    }
+    assert found["hbm_bytes_per_chip"] == max(memory["phases"].values()) < memory["learner"] + memory["sampler"]
+    assert "  while learning" in done.stdout
+    done = run(*words, "--grpo.staleness=1")
+    assert done.returncode == 2 and "lie in 2 processes" in done.stderr and "Traceback" not in done.stderr

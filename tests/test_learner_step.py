@@ -1,5 +1,7 @@
 """The optimizer step, on a toy policy."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,6 +195,20 @@ def test_buffers_are_donated():
     sums = sum(x.nbytes for x in jax.tree.leaves(zeros()))
     compiled = learner.lowered(after.params, batches[0]).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= sums
+
+
+def test_nothing_but_the_state_stays_after_a_step():
+    """Sums of gradients and micro-batches on the devices are gone: what samples next has the room."""
+
+    def live():
+        gc.collect()
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    learner = toy_learner()
+    state, _ = learner.step(learner.init(toy_params()), pack(toy_sequences(), 16, 4))
+    before = live()
+    state, _ = learner.step(state, pack(toy_sequences(1), 16, 4))
+    assert live() == before > 0
 
 
 def test_training_reaches_the_optimum():

@@ -22,9 +22,14 @@ class Engine:
     def __init__(self):
         self.value, self.version = None, None
         self.stats = EngineStats()
+        self.freed = 0
 
     def set_params(self, params, version):
         self.value, self.version = int(params["w"]), version
+
+    def free(self):
+        self.value = None
+        self.freed += 1
 
 
 class Work:
@@ -122,6 +127,7 @@ def test_versions(collector, staleness):
     assert seen == [(v, 100 + v) for v in expected]
     assert ("validation", 3, 103, 3) in collector.calls
     assert [c[1] for c in collector.calls if c[0] == "train"] == list(range(6))
+    assert work.engine.freed == (0 if staleness else 6)  # nothing is sampled while these learn
 
 
 def test_sampling_goes_on_while_a_step_is_learned(collector):

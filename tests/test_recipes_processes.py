@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from helpers_collect import CONFIG as ROLLOUT
 from helpers_collect import Script, ToyChat, ToyEnvironment, call_then_answer
@@ -19,6 +21,7 @@ from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.rundir import RunDirectory
 from trace_jax.rollout.collect import CollectStats, collect
 from trace_jax.rollout.collect_stats import side_by_side
+from trace_jax.rollout.trajectory import Trajectory
 
 
 @pytest.mark.parametrize("parts", [1, 3, 4, 9])
@@ -88,6 +91,60 @@ def test_what_several_processes_cannot_do_is_refused(monkeypatch, config, words)
     with pytest.raises(ConfigError, match=words):
         processes.check(config)
     processes.check(RunConfig(grpo=GRPOConfig(staleness=1)))
+
+
+def test_sampling_beside_learning_is_refused_where_lanes_span_processes(monkeypatch):
+    shape = {"data": 1, "fsdp": 2, "tensor": 2, "expert": 1}
+    devices = np.array([SimpleNamespace(process_index=n) for n in (0, 1, 2, 3)]).reshape(1, 2, 2, 1)
+    across, inside = (SimpleNamespace(shape=shape, devices=d) for d in (devices, devices.repeat(2, 2)[:, :, :2]))
+    ahead = RunConfig(grpo=GRPOConfig(staleness=1))
+    processes.check_lanes(RunConfig(grpo=GRPOConfig(staleness=0)), across)
+    processes.check_lanes(ahead, inside)
+    with pytest.raises(ConfigError, match=r"`grpo.staleness` is 1.*\(`mesh.tensor` x `mesh.expert` = 2 x 1\) lie in 2"):
+        processes.check_lanes(ahead, across)
+
+
+def test_those_that_only_follow_collect_nothing(monkeypatch, tmp_path):
+    """They serve the others meanwhile, hand on nothing, and read what those found; a failure there is theirs, too."""
+    two(monkeypatch, index=1)
+    said = []
+
+    class Engine:
+        share = None
+
+        def follow(self):
+            said.append("follow")
+
+        def followed(self):
+            said.append("followed")
+
+    def gather(name, value):
+        assert value[:2] == [0, 0]
+        theirs = RunDirectory.open(tmp_path / "run", lock=False).folder(processes.SHARES)
+        processes.write_parquet(theirs / "test-00000000-000000.parquet", found)
+        return [[0, len(found), vars(CollectStats(calls=3))], value]
+
+    trajectory = Trajectory(
+        ids=np.arange(3, dtype=np.int32),
+        loss_mask=np.array([False, True, True]),
+        logprobs=np.zeros(3, np.float32),
+        turn_index=np.array([-1, 0, 0], np.int32),
+        versions=(0,),
+        status="finished",
+        task_index=0,
+        group=0,
+        sample=0,
+    )
+    found = [trajectory]
+    monkeypatch.setattr(multihost, "gather", gather)
+    stats = CollectStats()
+    with RunDirectory.create(tmp_path / "run", RunConfig()) as run, Interrupt() as asked:
+        got = processes.shared(run, asked, "test", lambda *_: pytest.fail("it has no share"), Engine(), stats)
+        assert said == ["follow", "followed"]
+        assert [t.ids.tolist() for t in got] == [[0, 1, 2]] and stats.calls == 3
+        Engine.followed = lambda self: (_ for _ in ()).throw(RuntimeError("the device is lost"))
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            processes.shared(run, asked, "test", lambda *_: [], Engine())
 
 
 def test_a_bucket_must_be_mounted():

@@ -43,6 +43,8 @@ def test_sharded_equals_single(single_process):
     for name, devices in (("data2", 2), ("fsdp2 tensor2", 4)):
         assert_same(single_process[name], single_process["one"])
         assert single_process[f"{name}/devices"] == devices
+        held, left = single_process[f"{name}/held"]  # bytes of parameters and caches, before and after `Engine.free`
+        assert held > 50_000 and left == 0
         assert single_process[f"{name}/heads"] == ([1] if "tensor2" in name else [2])
 
 
@@ -55,11 +57,16 @@ def test_rounded_matrices_on_a_mesh(single_process):
 
 
 def test_two_processes_sample_their_shares(single_process):
-    """Two processes with four devices each on one mesh: each samples with its own devices; together as one device."""
+    """Two processes with four devices each on one mesh: each samples with its own devices; together as one device.
+    Then every lane has a device of each: the first process samples all rows, the other makes the same calls."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     parts = [result(process) for process in [started(str(i), address) for i in range(2)]]
     for i, part in enumerate(parts):
         assert_same(part["fsdp2 tensor2"], single_process["one"][i::2])
-    assert all("several processes" in part["across"] for part in parts)
+    lead, follow = parts
+    assert (lead["share"], follow["share"]) == ([0, 1], None) and lead["versions"] == [4]
+    for collection in range(2):
+        assert_same(lead[f"across {collection}"], single_process["one"])
+    assert "1 slots for the 2 sampling lanes" in lead["refused"]

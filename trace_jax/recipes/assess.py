@@ -188,7 +188,8 @@ def score(work: Workspace, agent: str, split: str = "test", name: str | None = N
             untrained = agent in ("untrained", shipped.AGENT)  # here: it came as it is
             params = work.initial_params if untrained else work.trained_params(agent)
             work.engine.set_params(params, 0)
-            trajectories = processes.shared(work.run, work.interrupt, "evaluate", policy)
+            trajectories = processes.shared(work.run, work.interrupt, "evaluate", policy, work.engine)
+            work.engine.free()  # what comes next may need the memory
 
         def keep() -> dict[str, Any]:
             usage = None

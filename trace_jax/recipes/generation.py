@@ -171,6 +171,9 @@ class Generation:
                 self._open_to_swaps = False
         figures = _figures(trajectories, stats, self._engine_figures(before))
         figures["resample_collections"] = float(rounds)
+        if not self._config.staleness:  # nothing is sampled until there are other parameters: the learner has the room
+            self._work.engine.free()
+            self._placed.pop(version, None)
         if self._probe is not None:
             trajectories, figures["seconds/probe"] = self._probe(trajectories, self._work.environment("train"))
         return Collection(step, version, trajectories, figures, time.monotonic())
@@ -226,7 +229,7 @@ class Generation:
                 share=share,
             )
 
-        return processes.shared(work.run, work.interrupt, "collect", part, stats)
+        return processes.shared(work.run, work.interrupt, "collect", part, work.engine, stats)
 
     def _tick(self, *_: object) -> None:
         # A terminal's Ctrl-C also reaches the tool's worker processes and may spoil what is being collected: it is

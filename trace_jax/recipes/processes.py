@@ -2,8 +2,8 @@
 
 Every process runs the same recipe. The learner's programs run on all devices, so all processes call it alike with the
 same micro-batches (`learner.sharding.place_batch`). Each samples its own share of the trajectories, on its own devices
-and with its own tool workers; then all read the whole. Process 0 alone writes to the run directory. One process pays
-nothing.
+and with its own tool workers; then all read the whole. Where sampling lanes lie in several processes, those that lead
+them have shares. Process 0 alone writes to the run directory. One process pays nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, default_path
 from trace_jax.rollout.collect_stats import CollectStats, side_by_side
+from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.placement import HostOf, owners, process_of
 from trace_jax.rollout.trajectory import Trajectory, read_parquet, write_parquet
 
 T = TypeVar("T")
@@ -125,6 +127,26 @@ def check(config: RunConfig) -> None:
         )
 
 
+def check_lanes(config: RunConfig, mesh: Mesh, host_of: HostOf = process_of) -> None:
+    """Refuses sampling beside learning where lanes lie in several processes.
+
+    Args:
+        mesh: the sampler's.
+        host_of: the process that has a device.
+
+    Raises:
+        ConfigError: the field.
+    """
+    staleness, across = config.grpo.staleness, max(map(len, owners(mesh, host_of)))
+    if staleness and across > 1:
+        lane = f"`mesh.tensor` x `mesh.expert` = {mesh.shape['tensor']} x {mesh.shape['expert']}"
+        raise ConfigError(
+            f"`grpo.staleness` is {staleness}, and the devices of a sampling lane ({lane}) lie in {across} processes: "
+            "programs of the lane and of the learner would start in another order in each; set the staleness to 0, or "
+            "make lanes that fit the devices of one process"
+        )
+
+
 def introduce(mesh: Mesh) -> None:
     """Has every group of devices along the mesh's axes communicate once. On CPU (gloo) processes have 30 s to meet when
     a group does so for the first time, which one that compiles for longer would miss; later they may be as late as they
@@ -185,37 +207,42 @@ def shared(
     interrupt: Interrupt,
     name: str,
     collect: Callable[[CollectStats, tuple[int, int]], list[Trajectory]],
+    engine: Engine,
     stats: CollectStats | None = None,
 ) -> list[Trajectory]:
     """All trajectories of a collection of which each process collects its share.
 
     Args:
         name: all processes call in the same order for one name.
+        engine: that samples; it knows the share of this process, and follows those that lead its other lanes.
         collect: (figures to fill, (which share, how many there are)) -> its trajectories.
         stats: what all of them together spent is added to it.
 
     Raises:
         Interrupted: a signal reached one of the processes meanwhile; in all.
     """
-    own, share = CollectStats(), (multihost.index(), multihost.count())
-    if share[1] == 1:
-        found = collect(own, share)
+    own = CollectStats()
+    if multihost.count() == 1:
+        found = collect(own, (0, 1))
         if stats is not None:
             stats.add(own)
         return found
-    status, found = 0, []
-    try:
-        with interrupt.alone():
-            found = collect(own, share)
-    except Interrupted as stop:
-        status = stop.status
+    status, found, index = 0, [], multihost.index()
+    engine.follow()
+    if engine.share is not None:
+        try:
+            with interrupt.alone():
+                found = collect(own, engine.share)
+        except Interrupted as stop:
+            status = stop.status
+    engine.followed()  # those that lead hear of a signal, too, and end
     this = _rounds[name]
     _rounds[name] += 1
     folder = run.folder(SHARES)
-    write_parquet(_share(folder, name, this, share[0]), found)
+    write_parquet(_share(folder, name, this, index), found)
     told = multihost.gather(name, [status, len(found), vars(own)])
     if this:  # all have read the round before, or they would not be here
-        _share(folder, name, this - 1, share[0]).unlink(missing_ok=True)
+        _share(folder, name, this - 1, index).unlink(missing_ok=True)
     if stop := max(status for status, *_ in told):
         raise Interrupted(stop)
     if stats is not None:

@@ -105,6 +105,7 @@ def check(config: RunConfig) -> None:
     credit.validate(config.grpo, config.rollout.context)
     turn_probe.check(config)
     mesh, sampling = role_meshes(config.mesh)
+    processes.check_lanes(config, sampling)
     field = "rollout_tensor" if config.mesh.rollout_devices else "tensor"
     if config.policy.kv_heads % sampling.shape["tensor"]:
         raise ConfigError(

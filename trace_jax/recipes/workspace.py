@@ -14,11 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trace_jax.config import ConfigError, MeshConfig, RunConfig
 from trace_jax.environments.base import Environment
-from trace_jax.learner import multihost, sharding
+from trace_jax.learner import sharding
 from trace_jax.learner.checkpoint import CheckpointStore
 from trace_jax.learner.objectives import Objective
 from trace_jax.learner.roles import role_meshes
 from trace_jax.learner.step import Learner, Params, transformer_logprobs
+from trace_jax.learner.stream import Stream
 from trace_jax.policy import chat_files, hf, lora
 from trace_jax.policy.chat import CONTROL, Chat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
@@ -30,6 +31,7 @@ from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import BASE, RunDirectory, writing
 from trace_jax.recipes.teacher import Lesson
 from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.placement import owners
 from trace_jax.rollout.sampling import Sampling, check_training
 
 TOKENIZER = chat_files.SENTENCEPIECE
@@ -120,7 +122,9 @@ class Workspace:
         if not self.config.lora.rank:
             return None
         placed = sharding.shardings(self.base_params, logical_axes(self.model), self.mesh)
-        return lora.Frozen(jax.device_put(self.base_params, placed), lora.scale(self.config.lora))
+        # the scale, too, or the sampler could not gather the two by one program on the mesh
+        scale = jax.device_put(lora.scale(self.config.lora), NamedSharding(self.mesh, PartitionSpec()))
+        return lora.Frozen(jax.device_put(self.base_params, placed), scale)
 
     @cached_property
     def initial_params(self) -> Params:
@@ -291,10 +295,11 @@ class Workspace:
 
     @cached_property
     def engine(self) -> Engine:
-        """The sampling engine on its devices; give it parameters with `set_params`. With several processes each has
-        its share of the slots."""
+        """The sampling engine on its devices; give it parameters with `set_params`. With several processes each that
+        leads a lane has its share of the slots."""
         rollout = self.config.rollout
-        rollout = dataclasses.replace(rollout, slots=-(-rollout.slots // multihost.count()))
+        leaders = {found[0] for found in owners(self.sampling_mesh)}
+        rollout = dataclasses.replace(rollout, slots=-(-rollout.slots // len(leaders)))
         axes, like = logical_axes(self.model), nnx.state(self.model, nnx.Param)
 
         def frozen_specs(mesh):
@@ -308,4 +313,5 @@ class Workspace:
             specs=lambda mesh: sharding.shardings(self.initial_params, self.axes, mesh),
             frozen=self.frozen,
             frozen_specs=frozen_specs,
+            channel=lambda place: Stream(f"lane-{place.lane}", place.processes),
         )

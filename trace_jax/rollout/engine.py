@@ -2,8 +2,9 @@
 
 A fixed number of slots holds the rows in flight. Slots are spread over lanes, each with a cache and a thread of its
 own: one lane a device, or a group of devices that split the heads of the policy, so that lanes never wait for each
-other and a process needs no other process to sample. On CPU several lanes share the device: one XLA program of this
-size keeps about one core busy. Within a lane slots are decoded in groups of one fixed size.
+other. A process needs no other process to sample, unless a lane's devices lie in several (`spanning`). On CPU several
+lanes share the device: one XLA program of this size keeps about one core busy. Within a lane slots are decoded in
+groups of one fixed size.
 
 Every token is drawn with a key made from its row's seed and its position, and every call has a fixed shape, so what a
 row samples does not depend on the rows that are sampled beside it, or on when.
@@ -28,12 +29,14 @@ from trace_jax.config_rules_policy import DELTA, mixers
 from trace_jax.policy.cache import default_block
 from trace_jax.policy.quantised import layout_in_use
 from trace_jax.policy.transformer import Transformer
+from trace_jax.rollout.calls import Calls
 from trace_jax.rollout.generator import Deliver
 from trace_jax.rollout.lane import Lane, LaneStats
-from trace_jax.rollout.placement import Place, Weights, lane_places
+from trace_jax.rollout.placement import Place, Weights, lane_places, owners
 from trace_jax.rollout.programs import Programs, chunks, length_buckets
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.slots import Slots
+from trace_jax.rollout.spanning import Announced, Channel, Follower
 
 CPU_GROUP = 16  # slots decoded together on CPU, where a larger batch is no faster per row and idles more
 
@@ -85,13 +88,15 @@ class Engine:
         reuse: bool = True,
         frozen: Any = None,
         frozen_specs: Callable[[Mesh], Any] | None = None,
+        channel: Callable[[Place], Channel] | None = None,
     ):
         """Reads the structure of `model` and its present parameters.
 
         Args:
           model: the policy; its parameters, unless it is only their shapes, are the first to be used, later ones arrive
             through `set_params`.
-          config: `slots`, `context`, `decode_steps` and `cache_dtype` fix the shapes.
+          config: `slots` (of the lanes that this process leads), `context`, `decode_steps` and `cache_dtype` fix the
+            shapes.
           stop_id: the token that ends a turn.
           lanes: independent batches that run at once, on a single device; by default one per core on CPU (at most 4)
             and 1 elsewhere.
@@ -101,10 +106,12 @@ class Engine:
           frozen, frozen_specs: what adapters work on, placed once, and its sharding on a mesh; `set_params` then takes
             the adapters (`policy.lora.Frozen`).
           reuse: keep the cache across turns and share prefixes; without it every turn is fed from its first token.
+          channel: makes what carries the calls of a lane that lies in several processes from the one that leads it to
+            the others; needed when there is such a lane.
 
         Raises:
           ConfigError: the context is longer than the policy's positions; a mesh that the policy or the processes do not
-            divide into lanes.
+            divide into lanes; fewer slots than lanes of several processes.
         """
         if config.context > model.cfg.max_length:
             raise ConfigError(
@@ -122,19 +129,27 @@ class Engine:
         self._weights = Weights(mesh, layout, policy.dtype, config.weights if frozen is None else "compute")
         if len(places) == 1 and places[0].heads is None:
             places *= max(1, min(_default_lanes() if lanes is None else lanes, config.slots))
-        shares = [len(part) for part in np.array_split(np.arange(config.slots), min(len(places), config.slots))]
+        self._share = _share(mesh)
+        followed = [place for place in places if not place.leads]
+        places = [place for place in places if place.leads]
+        spanning = [place for place in places if place.spans]
+        if spanning and config.slots < len(places):
+            raise ConfigError(
+                f"rollout.slots leaves {config.slots} slots for the {len(places)} sampling lanes that a process leads: "
+                "raise it, each lane needs one"
+            )
+        shares = [len(part) for part in np.array_split(np.arange(config.slots), min(len(places), config.slots) or 1)]
         most = CPU_GROUP if jax.default_backend() == "cpu" else max(shares)
         # One size for all groups, whatever their lane's share: the shape must not depend on the lane.
         self._group = -(-max(shares) // -(-max(shares) // most))
         self._programs = Programs(
             structure, stop_id, min(config.decode_steps, config.max_turn_tokens), config.replay_routes
         )
-        self._context, self._slots, self._swaps = config.context, config.slots, 0
+        self._context, self._slots, self._swaps = config.context, config.slots if places else 0, 0
         self._shapes = shapes
         self._lanes = [
             Lane(
-                self._programs,
-                model.cfg,
+                self._calls(policy, config, place, channel),
                 config,
                 Slots(share, self._group, config.context, shapes[0].width, recurrent, experts),
                 place,
@@ -143,13 +158,17 @@ class Engine:
             )
             for share, place in zip(shares, places, strict=False)
         ]
+        self._followers = [
+            Follower(Calls(self._programs, policy, config.cache_dtype, place), channel(place)) for place in followed
+        ]
+        self._places = places[: len(self._lanes)] + followed  # in the order of `_all_calls`
         self._free = list(shares)
         self._share_of = shares
         self._lane_of: dict[int, int] = {}
         self._last_prompts: dict[bytes, int] = {}
         self._frozen: list[Any] | None = None
         if frozen is not None:
-            held = [replace(lane.place, params=lane.place.frozen) for lane in self._lanes]
+            held = [replace(place, params=place.frozen) for place in self._places]
             self._frozen = Weights(mesh, around, policy.dtype, config.weights).place(frozen, held, copy=False)
         elif all(isinstance(x, jax.Array) for x in jax.tree.leaves(params)):
             self.set_params(params, 0)
@@ -172,14 +191,52 @@ class Engine:
     def place(self, params: nnx.State, *, copy: bool = False) -> list[Any]:
         """The parameters on the devices of every lane, for `use`. Processes that share a mesh all call this, in one
         order with whatever else runs on the whole mesh; `use` concerns nobody else."""
-        return self._weights.place(params, [lane.place for lane in self._lanes], copy)
+        return self._weights.place(params, self._places, copy)
 
     def use(self, placed: list[Any], version: int) -> None:
         """`set_params` with parameters that `place` has brought to the lanes."""
         self.version = version
         self._swaps += 1
-        for i, (lane, mine) in enumerate(zip(self._lanes, placed, strict=True)):
-            lane.weights = (mine if self._frozen is None else (mine, self._frozen[i]), version)
+        for i, (calls, mine) in enumerate(zip(self._all_calls(), placed, strict=True)):
+            calls.weights = (mine if self._frozen is None else (mine, self._frozen[i]), version)
+
+    def free(self) -> None:
+        """Gives up caches and parameters, after `end`: for a learner that works on the same devices meanwhile. They are
+        set anew before anything is sampled."""
+        for lane in self._lanes:
+            lane.free()
+        for follower in self._followers:
+            follower.calls.free()
+
+    def _all_calls(self) -> list[Calls]:
+        return [lane.calls for lane in self._lanes] + [follower.calls for follower in self._followers]
+
+    def _calls(self, policy, config: RolloutConfig, place: Place, channel) -> Calls:
+        needed = (self._programs, policy, config.cache_dtype, place)
+        return Announced(*needed, channel=channel(place)) if place.spans else Calls(*needed)
+
+    # Lanes that other processes lead
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """Which part of a collection this process collects, and how many parts there are: one for each process that
+        leads a lane. None: it leads none, and only follows."""
+        return self._share
+
+    def follow(self) -> None:
+        """Takes part in lanes that other processes lead, for one collection; returns at once. Every process of the job
+        calls it before it collects its share, and `followed` afterwards."""
+        for follower in self._followers:
+            follower.follow()
+
+    def followed(self) -> None:
+        """Returns when the processes that lead those lanes have ended the collection.
+
+        Raises:
+          BaseException: what a call on the devices raised here.
+        """
+        for follower in self._followers:
+            follower.followed()
 
     @property
     def slots(self) -> int:
@@ -209,6 +266,8 @@ class Engine:
     def begin(self, sampling: Sampling, deliver: Deliver) -> None:
         """See `Generator.begin`."""
         self.end()
+        for follower in self._followers:
+            follower.watch(deliver)
         for lane in self._lanes:
             lane.begin(sampling, deliver)
 
@@ -257,6 +316,13 @@ class Engine:
         self._free = list(self._share_of)
         self._lane_of.clear()
         self._last_prompts.clear()
+
+
+def _share(mesh: Mesh | None) -> tuple[int, int] | None:
+    """See `Engine.share`."""
+    leaders = [jax.process_index()] if mesh is None else sorted({found[0] for found in owners(mesh)})
+    mine = jax.process_index()
+    return (leaders.index(mine), len(leaders)) if mine in leaders else None
 
 
 def _default_lanes() -> int:

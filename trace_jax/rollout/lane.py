@@ -1,4 +1,4 @@
-"""A lane of the sampling engine: its slots, its caches on its own device or devices, and the thread that serves them.
+"""A lane of the sampling engine: its slots, and the thread that serves them on the lane's own device or devices.
 
 The thread alternates between prefill and decoding. It takes the group with the most rows that could be sampled, feeds
 what those rows have pending, decodes a few tokens, hands over the turns that ended, and looks for new orders. Rows that
@@ -15,15 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
-from flax import nnx
 
-from trace_jax.config import PolicyConfig, RolloutConfig
+from trace_jax.config import RolloutConfig
 from trace_jax.policy.cache import default_block
+from trace_jax.rollout.calls import Calls, Weights
 from trace_jax.rollout.generator import Deliver, SampledTurn
 from trace_jax.rollout.placement import Place
-from trace_jax.rollout.programs import Chunk, Programs, State, fit, length_buckets, new_cache, next_chunk
+from trace_jax.rollout.programs import Chunk, State, fit, length_buckets, next_chunk
 from trace_jax.rollout.sampling import Sampling
 from trace_jax.rollout.slots import DECODING, FEEDING, IDLE, Group, Row, Slots
 
@@ -64,8 +63,7 @@ class Lane:
 
     def __init__(
         self,
-        programs: Programs,
-        policy: PolicyConfig,
+        calls: Calls,
         config: RolloutConfig,
         slots: Slots,
         place: Place,
@@ -74,8 +72,7 @@ class Lane:
     ):
         self.stats = LaneStats()
         self.place = place
-        self.weights: tuple[nnx.State, int] | None = None  # parameters on the lane's devices, and their version
-        self._programs, self._policy, self._config = programs, policy, config
+        self.calls, self._config = calls, config
         self._slots, self._shapes, self._reuse = slots, shapes, reuse
         # On a CPU the places of rows that wait cost as much as busy ones, and their tools need the same cores; on an
         # accelerator they cost next to nothing, and waiting only wastes it.
@@ -87,14 +84,20 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
+    @property
+    def weights(self) -> Weights | None:
+        """Parameters on the lane's devices, and their version."""
+        return self.calls.weights
+
     # Orders, from the collecting thread
 
     def begin(self, sampling: Sampling, deliver: Deliver) -> None:
         """Forgets all rows and starts the thread."""
         self.end()
-        self._sampling, self._deliver = sampling, deliver
+        self._deliver = deliver
         self._rows: dict[int, Row] = {}
         self._slots.forget()
+        self.calls.begin(sampling)
         self._orders = queue.SimpleQueue()
         self._stopping.clear()
         self._thread = threading.Thread(target=self._serve, name="rollout-lane", daemon=True)
@@ -111,6 +114,12 @@ class Lane:
             self._orders.put(None)
             self._thread.join()
             self._thread = None
+            self.calls.end()
+
+    def free(self) -> None:
+        """Gives up the memory of its devices, after the end."""
+        self._slots.forget()
+        self.calls.free()
 
     # What orders do, in the lane's thread
 
@@ -204,13 +213,7 @@ class Lane:
 
     def _room(self, group: Group, wanted: int) -> None:
         """Allocates a group's cache, or lengthens it."""
-        length = fit(self._lengths, min(wanted, self._lengths[-1]))
-        if group.cache is None:
-            group.cache = new_cache(
-                self._policy, self._slots.size, length, self._config.cache_dtype, self.place.heads, self.place.device
-            )
-        elif length > group.cache.length:
-            group.cache = self._programs.grow(group.cache, length)
+        self.calls.room(group.index, self._slots.size, fit(self._lengths, min(wanted, self._lengths[-1])))
 
     def _feed(self, group: Group) -> None:
         """Feeds what the group's rows have pending, in a bounded number of calls if some could be decoded meanwhile."""
@@ -234,7 +237,7 @@ class Lane:
             self._prefill(group, pending)
             calls += 1
         if calls:
-            jax.block_until_ready(group.cache)
+            self.calls.wait(group.index)
         self.stats.prefill_seconds += time.perf_counter() - start
 
     def _refresh(self, row: Row) -> None:
@@ -270,14 +273,13 @@ class Lane:
         ids = np.zeros((shape.rows, shape.width), np.int32)
         starts, counts = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
         at, adapter = np.full(shape.rows, slots.size, np.int32), _zeros(shape.rows)
-        params, version = self.weights
+        weights = self.weights
+        version = weights[1]
         for i, row in enumerate(rows):
             starts[i], counts[i] = slots.fed[row.slot], min(shape.width, slots.left(row))
             ids[i, : counts[i]] = slots.ids[row.slot, starts[i] : starts[i] + counts[i]]
             at[i], adapter[i] = row.slot % slots.size, row.adapter
-        group.cache, experts = self._programs.prefill(
-            params, group.cache, ids, starts, counts, at, adapter, heads=self.place.heads
-        )
+        experts = self.calls.prefill(weights, group.index, ids, starts, counts, at, adapter)
         for i, (row, count) in enumerate(zip(rows, counts, strict=False)):
             if experts is not None:
                 slots.record(row, np.asarray(experts)[:, i, :count])
@@ -298,16 +300,12 @@ class Lane:
                 row.source = None
         width = self._shapes[-1].rows
         for index, rows in ready.items():
-            source = slots.groups[index]
             self._room(group, max(row.source[1] for row in rows))
             for part in (rows[i : i + width] for i in range(0, len(rows), width)):
                 sources, targets = np.zeros(width, np.int32), np.full(width, slots.size, np.int32)
                 sources[: len(part)] = [row.source[0] % slots.size for row in part]
                 targets[: len(part)] = [row.slot % slots.size for row in part]
-                if source is group:
-                    group.cache = self._programs.copy_within(group.cache, sources, targets)
-                else:
-                    group.cache = self._programs.copy_across(group.cache, source.cache, sources, targets)
+                self.calls.copy(group.index, index, sources, targets)
             for row in rows:
                 if slots.experts is not None:
                     slots.experts[row.slot, : row.source[1]] = slots.experts[row.source[0], : row.source[1]]
@@ -319,7 +317,8 @@ class Lane:
     def _decode(self, group: Group) -> None:
         """A few tokens of every row of the group that is ready."""
         slots, start = self._slots, time.perf_counter()
-        params, version = self.weights
+        weights = self.weights
+        version = weights[1]
         for row in slots.members(group):
             # Parameters may have come since the row was fed; a turn that has not begun is fed anew.
             if row.state == DECODING and not row.drawn and self._stale(row, version):
@@ -338,10 +337,9 @@ class Lane:
         seeds = np.zeros((slots.size, 2), np.uint32)
         seeds[at] = [row.seed for row in rows]
         going = len(rows) - max(1, len(rows) // QUIT_SHARE)
-        group.cache, *results = self._programs.decode(
-            params, group.cache, state, seeds, going, self._sampling, self.place.heads
+        ids, logprobs, kept, experts, counts, stopped, steps = self.calls.decode(
+            weights, group.index, state, seeds, going
         )
-        ids, logprobs, kept, experts, counts, stopped, steps = jax.device_get(results)
         ended = []
         for row, i in zip(rows, at, strict=True):
             n = int(counts[i])

@@ -1,9 +1,10 @@
 """Which devices a sampling lane has, and how the learner's parameters get there.
 
 A lane is one `tensor x expert` block of the mesh: its devices split the heads of every row, the lanes split the rows
-(axes `data` and `fsdp`). Lanes share nothing, so they may run different numbers of steps, and a process samples with
-its own devices alone, whatever the others do. Only new parameters need all processes: what the learner shards over
-`fsdp` is gathered by one program on the whole mesh.
+(axes `data` and `fsdp`). Lanes share nothing, so they may run different numbers of steps. A lane that lies in one
+process needs no other, whatever those do. The devices of a large policy's lane lie in several: the first of these
+processes leads the lane, and the others do on their devices what it tells them (`spanning`). Only new parameters need
+all processes: what the learner shards over `fsdp` is gathered by one program on the whole mesh.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trace_jax.config import ConfigError
@@ -29,22 +31,54 @@ class Place:
       params: sharding of every parameter over the lane's devices; None on one device.
       heads: sharding of a cache's heads (axis 1 of keys and values) over them; None on one device.
       frozen: sharding of what adapters work on; None on one device and without adapters.
+      lane: which block of the mesh it is, from 0.
+      processes: that have its devices, ascending; the first leads. Empty for a lane of this process alone.
     """
 
     device: jax.Device
     params: Any = None
     heads: NamedSharding | None = None
     frozen: Any = None
+    lane: int = 0
+    processes: tuple[int, ...] = ()
+
+    @property
+    def spans(self) -> bool:
+        """Whether its devices lie in several processes."""
+        return len(self.processes) > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides what the lane does."""
+        return not self.spans or self.processes[0] == jax.process_index()
+
+
+HostOf = Callable[[jax.Device], int]
+
+
+def process_of(device: jax.Device) -> int:
+    """The process of this job that has a device."""
+    return device.process_index
+
+
+def _blocks(mesh: Mesh) -> np.ndarray:
+    """The devices of every lane."""
+    return mesh.devices.reshape(-1, mesh.shape["tensor"], mesh.shape["expert"])
+
+
+def owners(mesh: Mesh, host_of: HostOf = process_of) -> list[tuple[int, ...]]:
+    """The processes, ascending, that have devices of each lane of a mesh; the first of them leads it.
+
+    Args:
+      host_of: the process that has a device.
+    """
+    return [tuple(sorted({host_of(device) for device in devices.flat})) for devices in _blocks(mesh)]
 
 
 def lane_places(
-    mesh: Mesh,
-    layout: Any,
-    kv_heads: int,
-    around: Any = None,
-    host_of: Callable[[jax.Device], int] = lambda device: device.process_index,
+    mesh: Mesh, layout: Any, kv_heads: int, around: Any = None, host_of: HostOf = process_of
 ) -> list[Place]:
-    """One place for each block of `tensor x expert` devices of the mesh that this process owns.
+    """One place for each block of `tensor x expert` devices of the mesh of which this process owns some.
 
     Args:
       layout: sharding of every parameter on the mesh; needed when a lane has several devices.
@@ -52,28 +86,23 @@ def lane_places(
       host_of: the process that has a device.
 
     Raises:
-      ConfigError: a lane's devices lie in several processes, the heads do not split, or no lane is in this process.
+      ConfigError: the heads do not split, or no device of a lane is in this process.
     """
     tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
-    mine = jax.process_index()
     places = []
-    for devices in mesh.devices.reshape(-1, tensor, expert):
-        owners = {host_of(device) for device in devices.flat}
-        if mine not in owners:
+    for number, (devices, found) in enumerate(zip(_blocks(mesh), owners(mesh, host_of), strict=True)):
+        if jax.process_index() not in found:
             continue
-        if len(owners) > 1:
-            raise ConfigError(
-                f"mesh.tensor x mesh.expert = {tensor} x {expert} devices of one sampling lane lie in several "
-                "processes: lower them to what the devices of one process hold"
-            )
         if devices.size == 1:
-            places.append(Place(devices.flat[0]))
+            places.append(Place(devices.flat[0], lane=number))
             continue
         if kv_heads % tensor:
             raise ConfigError(f"policy.kv_heads {kv_heads} does not split over mesh.tensor {tensor}: change one")
         lane = Mesh(devices.reshape(1, 1, tensor, expert), mesh.axis_names, axis_types=mesh.axis_types)
         params, frozen = jax.tree.map(lambda s, lane=lane: NamedSharding(lane, _without_rows(s.spec)), (layout, around))
-        places.append(Place(devices.flat[0], params, NamedSharding(lane, PartitionSpec(None, "tensor")), frozen))
+        heads = NamedSharding(lane, PartitionSpec(None, "tensor"))
+        processes = found if len(found) > 1 else ()
+        places.append(Place(devices.flat[0], params, heads, frozen, number, processes))
     if not places:
         raise ConfigError("no device of the mesh belongs to this process: give every process a part of the mesh")
     return places
@@ -118,6 +147,8 @@ class Weights:
                 mine = _pieces(params, place)
             elif place.params is None and all(x.sharding.device_set == {place.device} for x in jax.tree.leaves(params)):
                 mine = params
+            elif place.spans:
+                mine = jax.tree.map(_own_pieces, params, place.params)
             else:
                 mine = jax.device_put(params, place.device if place.params is None else place.params)
             done[id(place)] = jax.tree.map(lambda x: x.copy(), mine) if copy else mine
@@ -134,11 +165,19 @@ def _pieces(params: Any, place: Place) -> Any:
         return jax.tree.map(lambda x: on_device(x, place.device), params)
     return jax.tree.map(
         lambda x, where: jax.make_array_from_single_device_arrays(
-            x.shape, where, [on_device(x, device) for device in where.mesh.devices.flat]
+            x.shape,
+            where,
+            [on_device(x, device) for device in where.mesh.devices.flat if device in where.addressable_devices],
         ),
         params,
         place.params,
     )
+
+
+def _own_pieces(x: jax.Array, where: NamedSharding) -> jax.Array:
+    """An array that every process of a lane has whole, over its devices: each process puts what its own devices hold.
+    `device_put` would compare the values in all processes of the job, of which some may have no part in the lane."""
+    return jax.make_array_from_callback(x.shape, where, lambda at: x[at])
 
 
 def _without_rows(spec: PartitionSpec) -> PartitionSpec:

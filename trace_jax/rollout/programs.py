@@ -14,9 +14,9 @@ Axis letters: B slots of a group, W decoding steps of a call, R rows of a prefil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import chex
 import jax
@@ -158,7 +158,7 @@ class Programs:
         model = nnx.merge(self._structure, base)
         valid = offsets < counts[:, None]
         done = model.decode(ids, starts[:, None] + offsets, valid, cache, rows=slots, adapters=adapters)
-        return _constrained(done.cache, heads), done.experts if self._routes else None
+        return _constrained(done.cache, heads), _readable(done.experts, heads) if self._routes else None
 
     def _decode_loop(
         self,
@@ -216,13 +216,21 @@ class Programs:
             experts, jnp.zeros(shape[0], bool),
         )  # fmt: skip
         steps, cache, end, ids, logprobs, kept, experts, stopped = jax.lax.while_loop(proceed, body, begin)
-        return cache, ids, logprobs, kept, experts, end.position - state.position, stopped, steps
+        found = (ids, logprobs, kept, experts, end.position - state.position, stopped, steps)
+        return cache, *_readable(found, heads)
 
 
 def new_cache(policy, batch: int, length: int, dtype: str, heads: NamedSharding | None, device) -> KVCache:
-    """An empty cache on a device, or with its heads split over the devices of a mesh."""
-    cache = kv_cache.new(policy, batch, length, dtype)
-    return jax.device_put(cache, device if heads is None else _shardings(cache, heads))
+    """An empty cache on a device, or with its heads split over the devices of a mesh, each of which makes its part."""
+    if heads is None:
+        return jax.device_put(kv_cache.new(policy, batch, length, dtype), device)
+    return _empty(policy, batch, length, dtype, heads)()
+
+
+@lru_cache(maxsize=64)
+def _empty(policy, batch: int, length: int, dtype: str, heads: NamedSharding) -> Callable[[], KVCache]:
+    make = partial(kv_cache.new, policy, batch, length, dtype)
+    return jax.jit(make, out_shardings=_shardings(jax.eval_shape(make), heads))
 
 
 def cache_like(
@@ -236,6 +244,14 @@ def cache_like(
 
 def _constrained(cache: KVCache, heads: NamedSharding | None) -> KVCache:
     return cache if heads is None else jax.lax.with_sharding_constraint(cache, _shardings(cache, heads))
+
+
+def _readable(found, heads: NamedSharding | None):
+    """What a call found, whole on every device of a lane that lies in several processes: the one that leads reads it.
+    Elsewhere it lies as the compiler likes."""
+    if heads is None or not heads.mesh.is_multi_process:
+        return found
+    return jax.lax.with_sharding_constraint(found, NamedSharding(heads.mesh, PartitionSpec()))
 
 
 def _shardings(cache: KVCache, heads: NamedSharding) -> KVCache:

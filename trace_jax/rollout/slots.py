@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int
 
-from trace_jax.policy.cache import KVCache
-
 IDLE, FEEDING, DECODING = range(3)  # waits for its tool; has ids to feed; is being sampled
 
 
@@ -40,7 +38,6 @@ class Group:
     """Slots that are decoded as one batch."""
 
     index: int
-    cache: KVCache | None = None
     passed_over: int = 0  # decoding calls that other groups got since this one had its last
 
 
@@ -80,12 +77,12 @@ class Slots:
         self._taken = np.zeros(count, np.int64)  # order in which slots were last taken
 
     def forget(self) -> None:
-        """Empties every slot; nothing in a cache is used again."""
+        """Empties every slot; nothing that their caches hold is used again."""
         self.rows = [None] * len(self.rows)
         self.length[:] = self.fed[:] = self._prompt[:] = 0
         self._taken[:] = 0
         for group in self.groups:
-            group.cache, group.passed_over = None, 0
+            group.passed_over = 0
 
     def group_of(self, slot: int) -> tuple[Group, int]:
         """The group of a slot and the slot's row in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +15,35 @@ from trace_jax.recipes.turn_probe import is_anchor
 from trace_jax.rollout.programs import cache_like
 
 LEARNER = ("parameters", "base", "moments", "gradients", "batch", "reference", "versions")
-SAMPLER = ("sampler_parameters", "kv_cache", "probe_reference")
+SAMPLER = ("sampler_parameters", "sampler_base", "kv_cache", "probe_reference")
+# Without staleness, where both roles share the devices, they work in turn: the learner's sums are made and dropped
+# within a step (`Learner.step`), and the sampler gives up its parameters and caches before it (`Generation`).
+ONLY_LEARNING = ("gradients", "batch")
+ONLY_SAMPLING = ("sampler_parameters", "kv_cache")
+
+
+def phases(job: Job, held: Mapping[str, float], temporaries: Mapping[str, float]) -> dict[str, float]:
+    """Bytes on the chip at each time of a step; the largest is what a chip must have.
+
+    Args:
+        held: of `resident`.
+        temporaries: of the largest program of each role, beside its arguments: "learner", "sampler".
+
+    Returns:
+        `learning` and `sampling`; one figure, `both`, where the two go on at the same time on the same devices.
+        Programs of one chip run one after the other.
+    """
+    learner, sampler = (sum(held.get(n, 0) for n in names) for names in (LEARNER, SAMPLER))
+    learns, draws = (temporaries[role] for role in ("learner", "sampler"))
+    if job.sampling_mesh is not job.mesh:
+        return {"learning": learner + learns, "sampling": sampler + draws}
+    if job.config.grpo.staleness:
+        return {"both": learner + sampler + max(learns, draws)}
+    whole = learner + sampler
+    return {
+        "learning": whole - sum(held.get(n, 0) for n in ONLY_SAMPLING) + learns,
+        "sampling": whole - sum(held.get(n, 0) for n in ONLY_LEARNING) + draws,
+    }
 
 
 def resident(job: Job) -> tuple[dict[str, int], str | None]:
@@ -24,8 +53,8 @@ def resident(job: Job) -> tuple[dict[str, int], str | None]:
         By kind: `parameters` (of adapters alone where these are trained), `base` (what adapters are trained on),
         `moments`, `gradients` (accumulated, float32), `batch` (two micro-batches: the next one is on its way),
         `reference` of the KL penalty, `versions` (parameters of earlier steps that are still sampled with);
-        `sampler_parameters`, `kv_cache` with every slot of a lane full, `probe_reference`. And why there can be no
-        sampler, None if there can.
+        `sampler_parameters`, `sampler_base` (what adapters work on, as the sampler holds it), `kv_cache` with every
+        slot of a lane full, `probe_reference`. And why there can be no sampler, None if there can.
     """
     config, model = job.config, job.model
     like, axes = job.trained(config, model)
@@ -47,7 +76,7 @@ def resident(job: Job) -> tuple[dict[str, int], str | None]:
     try:
         return found | _lane(job), None
     except ConfigError as error:
-        return found | {"sampler_parameters": 0, "kv_cache": 0}, str(error)
+        return found | {"sampler_parameters": 0, "sampler_base": 0, "kv_cache": 0}, str(error)
 
 
 def _lane(job: Job) -> dict[str, int]:
@@ -64,10 +93,11 @@ def _lane(job: Job) -> dict[str, int]:
     dtype, weights = config.policy.dtype, config.rollout.weights
     shared = shared and weights == "compute"
     parameters = 0 if shared else size(in_use(like, dtype, weights), place.params)
+    around = 0
     if config.lora.rank:
         base = job.base(job.mesh)
         base = in_use(base, dtype, weights) if job.mesh.size > 1 or weights == "int8" else base
-        parameters += size(base, None if place.frozen is None else place.frozen.base)
+        around = size(base, None if place.frozen is None else place.frozen.base)
     rollout = config.rollout
     cache = cache_like(config.policy, job.slots, rollout.context, rollout.cache_dtype, place.heads, whole, BLOCK)
-    return {"sampler_parameters": parameters, "kv_cache": bytes_of(cache)}
+    return {"sampler_parameters": parameters, "sampler_base": around, "kv_cache": bytes_of(cache)}

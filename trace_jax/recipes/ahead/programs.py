@@ -7,6 +7,7 @@ shardings that the stages of a run would give their arrays.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -26,8 +27,9 @@ from trace_jax.learner.step import Learner, transformer_logprobs
 from trace_jax.policy import lora
 from trace_jax.policy.quantised import in_use, layout_in_use
 from trace_jax.policy.transformer import Transformer, logical_axes
+from trace_jax.recipes import processes
 from trace_jax.recipes.ahead.topology import Topology
-from trace_jax.rollout.placement import Place, lane_places
+from trace_jax.rollout.placement import Place, lane_places, owners
 from trace_jax.rollout.programs import ACCELERATOR_CHUNKS, Programs, State, cache_like
 from trace_jax.rollout.sampling import Sampling
 
@@ -63,12 +65,13 @@ class Job:
     def __init__(self, config: RunConfig, topology: Topology):
         """
         Raises:
-            ConfigError: sizes that the devices do not divide.
+            ConfigError: sizes that the devices do not divide, or what a run on such lanes refuses.
         """
         self.config, self.topology = config, topology
         self.vocab_size = config.policy.vocab_size or config.tokenizer.vocab_size
         self.mesh, self.sampling_mesh = role_meshes(config.mesh, topology.devices, topology.host_of)
         packing.validate(config.grpo.microbatch, "grpo.microbatch", self.ways(self.mesh))
+        processes.check_lanes(config, self.sampling_mesh, topology.host_of)
         if config.rollout.context > config.grpo.microbatch.row_length:
             raise ConfigError(
                 f"`rollout.context` {config.rollout.context} does not fit rows of `grpo.microbatch.row_length` "
@@ -194,18 +197,15 @@ class Job:
 
     @property
     def slots(self) -> int:
-        """Of a lane."""
-        lane = self.sampling_mesh.shape["tensor"] * self.sampling_mesh.shape["expert"]
-        lanes = self.topology.chip.per_host if self.topology.hosts > 1 else len(self.topology.devices)
-        if self.config.mesh.rollout_devices:
-            lanes = self.config.mesh.rollout_devices
-        return math.ceil(self.config.rollout.slots / max(1, lanes // lane))
+        """Of a lane: processes that lead lanes have equal parts, and split them over theirs (`Workspace.engine`)."""
+        led = Counter(found[0] for found in owners(self.sampling_mesh, self.topology.host_of))
+        return max(math.ceil(math.ceil(self.config.rollout.slots / len(led)) / lanes) for lanes in led.values())
 
     def place(self, model: Transformer) -> Place:
         """Where a lane's arrays lie.
 
         Raises:
-            ConfigError: a lane in several hosts, or heads that do not split.
+            ConfigError: heads that do not split.
         """
         like, axes = self.trained(self.config, model)
         around = None

@@ -18,6 +18,7 @@ _NAMES = {
     "versions": "earlier versions",
     "learner_temporaries": "activations and the rest",
     "sampler_parameters": "sampler's parameters",
+    "sampler_base": "sampler's frozen base",
     "kv_cache": "KV cache",
     "probe_reference": "probe's reference",
     "sampler_temporaries": "sampler's temporaries",
@@ -42,9 +43,10 @@ def suggestion(r: dict[str, Any]) -> str | None:
         return None
     found = r.get("suggestion")
     if found is None and r["memory"]["sampler_parameters"] > r["memory"]["limit"]:
+        mesh = r["sampling_mesh"] or r["mesh"]
         return (
-            f"a sampling lane has at most the {r['chip']['per_host']} chips of one host, too few for the weights of "
-            "this policy: take chips with more memory"
+            f"a sampling lane of {mesh['tensor']} x {mesh['expert']} chips is too small for the weights of this "
+            "policy: raise mesh.expert or mesh.tensor, or take chips with more memory"
         )
     if found is None:
         return "no mesh, remat, micro-batch or number of slots makes it fit on these chips: take more of them"
@@ -63,6 +65,7 @@ def text(r: dict[str, Any]) -> str:
         f"{r['counts']['micro_batches']} in a step of {r['counts']['sequences']} x {r['counts']['context']:,} tokens",
         "memory of a chip",
         *(f"  {_NAMES[k]:26s}{r['memory'][k] / GB:8.2f} GB" for k in _NAMES if r["memory"][k]),
+        *(f"  while {k:20s}{size / GB:8.2f} GB" for k, size in r["memory"]["phases"].items() if k != "both"),
         f"model FLOPs     {r['flops']:.3g} a step",
         *_times(r),
         verdict(r),

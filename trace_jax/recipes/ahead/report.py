@@ -23,9 +23,7 @@ SHOWN = 5  # collectives
 def too_large(job: Job) -> bool:
     """Whether what stays in memory is more than a chip has, whatever the programs need."""
     held, _ = memory.resident(job)
-    learner, sampler = (sum(held.get(n, 0) for n in names) for names in (memory.LEARNER, memory.SAMPLER))
-    whole = learner + sampler if job.sampling_mesh is job.mesh else max(learner, sampler)
-    return whole > job.topology.chip.hbm_bytes
+    return max(memory.phases(job, held, {"learner": 0, "sampler": 0}).values()) > job.topology.chip.hbm_bytes
 
 
 def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str, int], Compiled]) -> dict[str, Any]:
@@ -52,8 +50,8 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
     kinds = {name: held.get(name, 0) for name in (*memory.LEARNER, *memory.SAMPLER)}
     learner = sum(kinds[n] for n in memory.LEARNER) + temporaries["learner"]
     sampler = sum(kinds[n] for n in memory.SAMPLER) + temporaries["sampler"]
-    # programs of one chip run one after the other
-    total = max(learner, sampler) if apart else learner + sampler - min(temporaries.values())
+    phases = memory.phases(job, held, temporaries)
+    total = max(phases.values())
     steps = [f for f in figures.values() if f["role"] == "learner"]
     seconds = sum(f["runs"] * f["roofline_s"] for f in steps)
     flops = _step_flops(job)
@@ -82,6 +80,7 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
             "sampler_temporaries": int(temporaries["sampler"]),
             "learner": int(learner),
             "sampler": int(sampler),
+            "phases": {name: int(size) for name, size in phases.items()},
             "limit": int(chip.hbm_bytes),
         },
         "no_sampler": no_sampler,

@@ -20,7 +20,7 @@ MOST_CHANGES = 4
 
 
 def nearest(config: RunConfig, topology: Topology, report: dict[str, Any]) -> dict[str, Any] | None:
-    """The fewest changes of mesh, remat, micro-batch and slots with which the run would fit.
+    """The fewest changes of mesh, remat, micro-batch, slots and staleness with which the run would fit.
 
     What stays in memory is counted again for each of them. The temporaries of the compiled program are scaled by the
     activations that a layer keeps, so the result wants to be compiled in its turn.
@@ -46,11 +46,8 @@ def nearest(config: RunConfig, topology: Topology, report: dict[str, Any]) -> di
                 except ConfigError:
                     continue
                 scale = _activations(job) / _activations(before)
-                learner = sum(held[n] for n in memory.LEARNER) + known["learner"] * scale
-                sampler = sum(held[n] for n in memory.SAMPLER) + known["sampler"] * job.slots / before.slots
-                total = max(learner, sampler)
-                if job.mesh is job.sampling_mesh:
-                    total = learner + sampler - min(known["learner"] * scale, known["sampler"])
+                wanted = {"learner": known["learner"] * scale, "sampler": known["sampler"] * job.slots / before.slots}
+                total = max(memory.phases(job, held, wanted).values())
                 entry = (changed, fields | field)
                 following.append((total, entry))
                 if no_sampler is None and total <= (1 - HEADROOM) * topology.chip.hbm_bytes:
@@ -72,8 +69,9 @@ def _least(job: Job) -> float:
 
 
 def _key(config: RunConfig) -> tuple:
-    shape = config.grpo.microbatch
-    return dataclasses.astuple(config.mesh), config.policy.remat, shape.rows, config.rollout.slots
+    grpo = config.grpo
+    mesh = dataclasses.astuple(config.mesh)
+    return mesh, config.policy.remat, grpo.microbatch.rows, config.rollout.slots, grpo.staleness
 
 
 def _changes(config: RunConfig, topology: Topology) -> Iterator[tuple[dict[str, Any], RunConfig]]:
@@ -84,6 +82,8 @@ def _changes(config: RunConfig, topology: Topology) -> Iterator[tuple[dict[str, 
     if config.rollout.slots > 1:
         slots = max(1, config.rollout.slots // 2)
         yield {"rollout.slots": slots}, config.replace(rollout=dataclasses.replace(config.rollout, slots=slots))
+    if config.grpo.staleness and not mesh.rollout_devices:  # lanes of several hosts need it
+        yield {"grpo.staleness": 0}, config.replace(grpo=dataclasses.replace(config.grpo, staleness=0))
     ways = Job.ways(Job(config, topology).mesh)
     if shape.rows > ways:
         yield _with_rows(config, ways, {})
