@@ -26,6 +26,7 @@ from helpers_rollout import CONFIG, POLICY, STOP, VOCABULARY, live, prompts_of  
 
 from trace_jax.config import ConfigError, MeshConfig  # noqa: E402
 from trace_jax.learner import multihost, sharding  # noqa: E402
+from trace_jax.learner.roles import role_meshes  # noqa: E402
 from trace_jax.learner.stream import Stream  # noqa: E402
 from trace_jax.policy.transformer import Transformer, logical_axes  # noqa: E402
 from trace_jax.recipes import processes  # noqa: E402
@@ -36,6 +37,7 @@ from trace_jax.rollout.engine import Engine  # noqa: E402
 MESHES = {
     "data2": (2, MeshConfig()),
     "fsdp2 tensor2": (4, MeshConfig(fsdp=2, tensor=2)),
+    "fsdp4, lanes of tensor2": (4, MeshConfig(fsdp=4, rollout_tensor=2)),
 }
 ROWS = 24
 programs.CPU_CHUNKS = programs.CPU_CHUNKS[-1:]  # one shape of prefill
@@ -47,9 +49,9 @@ def engine_on(model, devices, mesh_config, params, config=CONFIG):
     """An engine on a mesh that was given its parameters by a learner on that mesh."""
     axes = logical_axes(model)
     devices = jax.devices()[:devices] if isinstance(devices, int) else devices
-    mesh = sharding.make_mesh(mesh_config, devices)
+    mesh, lanes = role_meshes(mesh_config, devices)
     processes.introduce(mesh)
-    engine = built(model, mesh, config)
+    engine = built(model, lanes, config)
     placed = sharding.place(params, sharding.shardings(params, axes, mesh))
     engine.set_params(placed, 3)
     return engine

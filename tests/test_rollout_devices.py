@@ -40,7 +40,7 @@ def assert_same(got, want):
 
 def test_sharded_equals_single(single_process):
     """Slots over data and fsdp, heads over tensor: the same tokens for the same seeds; log-probabilities to 1e-5."""
-    for name, devices in (("data2", 2), ("fsdp2 tensor2", 4)):
+    for name, devices in (("data2", 2), ("fsdp2 tensor2", 4), ("fsdp4, lanes of tensor2", 4)):
         assert_same(single_process[name], single_process["one"])
         assert single_process[f"{name}/devices"] == devices
         held, left = single_process[f"{name}/held"]  # bytes of parameters and caches, before and after `Engine.free`

@@ -360,7 +360,10 @@ class MeshConfig:
     expert: int = 1
     # Devices set aside for sampling (the last ones of every process): learning has the others. 0: both use all.
     rollout_devices: int = 0
-    rollout_tensor: int = 1  # sampling devices that share the heads of a row
+    # Sampling devices that share the heads of a row, and its experts. Both 1 where both roles use all devices: sampling
+    # lanes have the `tensor x expert` devices of the learner's mesh.
+    rollout_tensor: int = 1
+    rollout_expert: int = 1
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,7 @@ RANGES: dict[str, tuple[Any, float]] = {
     "mesh.expert": (1, 65536),
     "mesh.rollout_devices": (0, 65536),
     "mesh.rollout_tensor": (1, 65536),
+    "mesh.rollout_expert": (1, 65536),
     "keep_checkpoints": (1, 10**6),
 } | {f"{stage}.optimizer.{k}": v for stage in ("sft", "grpo") for k, v in _OPTIMIZER.items()}
 

@@ -167,6 +167,7 @@ FIRST_USED = {
     "rollout.tool_workers": "",
     "mesh.rollout_devices": "grpo",
     "mesh.rollout_tensor": "grpo",
+    "mesh.rollout_expert": "grpo",
     "grpo": "grpo",
     "grpo.save_every": "",
     "grpo.keep_best": "",

@@ -14,7 +14,7 @@ from typing import Any
 
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.learner import credit, multihost, objectives, packing
-from trace_jax.learner.roles import role_meshes
+from trace_jax.learner.roles import role_meshes, set_apart
 from trace_jax.recipes import (
     adoption,
     assess,
@@ -106,7 +106,8 @@ def check(config: RunConfig) -> None:
     turn_probe.check(config)
     mesh, sampling = role_meshes(config.mesh)
     processes.check_lanes(config, sampling)
-    field = "rollout_tensor" if config.mesh.rollout_devices else "tensor"
+    apart = set_apart(mesh, sampling)
+    field = "tensor" if sampling is mesh else "rollout_tensor"
     if config.policy.kv_heads % sampling.shape["tensor"]:
         raise ConfigError(
             f"`mesh.{field}` ({sampling.shape['tensor']}) does not divide `policy.kv_heads` "
@@ -114,7 +115,8 @@ def check(config: RunConfig) -> None:
         )
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if config.grpo.turn_credit.enabled:
-        asking = sampling.shape["data"] * sampling.shape["fsdp"]
+        probing = sampling if apart else mesh
+        asking = probing.shape["data"] * probing.shape["fsdp"]
         packing.validate(config.grpo.turn_credit.microbatch, "grpo.turn_credit.microbatch", asking)
     for name, stage in (("sft", config.sft), ("grpo", config.grpo)):
         packing.validate(stage.microbatch, f"{name}.microbatch", ways)

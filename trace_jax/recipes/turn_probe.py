@@ -13,6 +13,7 @@ from trace_jax.config import ConfigError, RunConfig
 from trace_jax.environments.base import Environment
 from trace_jax.learner import sharding, turn_credit
 from trace_jax.learner.probe import Probe, Question, transformer_scores
+from trace_jax.learner.roles import set_apart
 from trace_jax.learner.step import Params
 from trace_jax.policy import chat_files, lora
 from trace_jax.policy.transformer import logical_axes
@@ -43,10 +44,12 @@ class TurnProbe:
         batches = work.config.grpo.turn_credit.microbatch
         self._row_length = batches.row_length
         frozen = work.frozen
-        if frozen is not None and work.sampling_mesh is not work.mesh:
+        apart = set_apart(work.mesh, work.sampling_mesh)
+        mesh = work.sampling_mesh if apart else work.mesh
+        if frozen is not None and apart:
             axes = lora.Frozen(logical_axes(work.model), ("",))
-            frozen = sharding.place(frozen, sharding.shardings(frozen, axes, work.sampling_mesh))
-        self._probe = Probe(scores, params, work.sampling_mesh, work.axes, batches, frozen, shared=shared)
+            frozen = sharding.place(frozen, sharding.shardings(frozen, axes, mesh))
+        self._probe = Probe(scores, params, mesh, work.axes, batches, frozen, shared=shared)
 
     def check(self, environment: Environment) -> None:
         """Refuses, before anything is sampled, rows in which the longest trajectory and an answer do not fit.

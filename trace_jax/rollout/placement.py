@@ -119,24 +119,26 @@ class Weights:
           weights: `rollout.weights`.
         """
         self._mesh = mesh
-        held = partial(in_use, dtype=dtype, weights=weights)
-        self._round = jax.jit(held) if weights == "int8" else None
+        self._held = partial(in_use, dtype=dtype, weights=weights)
+        self._round = jax.jit(self._held) if weights == "int8" else None
         wanted = layout_in_use(layout, weights)
-        gathered = jax.tree.map(lambda s: NamedSharding(mesh, _without_rows(s.spec)), wanted)
-        self._gather = None if layout is None else jax.jit(partial(held, layout=layout), out_shardings=gathered)
+        self._gathered = jax.tree.map(lambda s: NamedSharding(mesh, _without_rows(s.spec)), wanted)
+        self._layout = layout
+        self._gathers: dict[Mesh, Callable[[Any], Any]] = {}
 
     def place(self, params: Any, places: Sequence[Place], copy: bool) -> list[Any]:
         """The parameters on the devices of each place.
 
         Args:
-          params: on the mesh, or anywhere on the devices of this process.
+          params: on the mesh, on another one of the same devices in the same order, or anywhere on the devices of this
+            process.
           copy: make sure that no memory is shared with `params`.
         """
-        on_mesh = all(getattr(x.sharding, "mesh", None) == self._mesh for x in jax.tree.leaves(params))
-        if self._gather is not None and on_mesh and self._mesh.size > 1:
-            params = self._gather(params)
+        mesh = self._mesh_of(params)
+        on_mesh = mesh is not None
+        if on_mesh:
+            params = self._gather(mesh, params)
         else:
-            on_mesh = False
             if self._round is not None:
                 params, copy = self._round(params), False
         done: dict[int, Any] = {}
@@ -153,6 +155,24 @@ class Weights:
                 mine = jax.device_put(params, place.device if place.params is None else place.params)
             done[id(place)] = jax.tree.map(lambda x: x.copy(), mine) if copy else mine
         return [done[id(place)] for place in places]
+
+    def _mesh_of(self, params: Any) -> Mesh | None:
+        """The mesh that parameters lie on and can be gathered from; None for any other place."""
+        if self._layout is None or self._mesh.size == 1:
+            return None
+        found = {getattr(x.sharding, "mesh", None) for x in jax.tree.leaves(params)}
+        mesh = found.pop() if len(found) == 1 else None
+        same = (
+            mesh is not None and not mesh.empty and mesh.devices.flat[:].tolist() == self._mesh.devices.flat[:].tolist()
+        )
+        return mesh if same else None
+
+    def _gather(self, mesh: Mesh, params: Any) -> Any:
+        """One program on all devices: rounded or cast where it lies, then gathered for every lane."""
+        if mesh not in self._gathers:
+            layout = self._layout if mesh == self._mesh else jax.tree.map(lambda x: x.sharding, params)
+            self._gathers[mesh] = jax.jit(partial(self._held, layout=layout), out_shardings=self._gathered)
+        return self._gathers[mesh](params)
 
 
 def _pieces(params: Any, place: Place) -> Any:

@@ -50,7 +50,7 @@ def command(config: RunConfig, topology: str, rollout: bool = False, out: Path |
                 layers = "" if program.layers == config.policy.layers else f" of {program.layers} layers"
                 progress.note(f"compiling {program.name}{layers} for {topology}; minutes, and longer on few cores")
                 begun = time.perf_counter()
-                mesh = job.mesh if program.role == "learner" else job.sampling_mesh
+                mesh = job.mesh_of(program)
                 with kernels.standing_in(partial(kernels.flash, interpret=True) if devices.estimate else None):
                     lowered = program.lower()
                 said = analyse(lowered, dict(mesh.shape), topology, run=not devices.estimate)

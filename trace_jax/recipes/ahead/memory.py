@@ -35,7 +35,7 @@ def phases(job: Job, held: Mapping[str, float], temporaries: Mapping[str, float]
     """
     learner, sampler = (sum(held.get(n, 0) for n in names) for names in (LEARNER, SAMPLER))
     learns, draws = (temporaries[role] for role in ("learner", "sampler"))
-    if job.sampling_mesh is not job.mesh:
+    if job.apart:
         return {"learning": learner + learns, "sampling": sampler + draws}
     if job.config.grpo.staleness:
         return {"both": learner + sampler + max(learns, draws)}

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trace_jax.config import ConfigError, PolicyConfig, RunConfig
 from trace_jax.learner import packing, probe, sharding
 from trace_jax.learner.objectives import grpo_objective
-from trace_jax.learner.roles import role_meshes
+from trace_jax.learner.roles import role_meshes, set_apart
 from trace_jax.learner.step import Learner, transformer_logprobs
 from trace_jax.policy import lora
 from trace_jax.policy.quantised import in_use, layout_in_use
@@ -70,6 +70,7 @@ class Job:
         self.config, self.topology = config, topology
         self.vocab_size = config.policy.vocab_size or config.tokenizer.vocab_size
         self.mesh, self.sampling_mesh = role_meshes(config.mesh, topology.devices, topology.host_of)
+        self.apart = set_apart(self.mesh, self.sampling_mesh)
         packing.validate(config.grpo.microbatch, "grpo.microbatch", self.ways(self.mesh))
         processes.check_lanes(config, self.sampling_mesh, topology.host_of)
         if config.rollout.context > config.grpo.microbatch.row_length:
@@ -171,8 +172,13 @@ class Job:
             found.append(self._probe())
         return found
 
+    def mesh_of(self, program: Program) -> Mesh:
+        """The devices that a program runs on, by axis."""
+        learns = program.role == "learner" or (program.name == "probe" and not self.apart)
+        return self.mesh if learns else self.sampling_mesh
+
     def _probe(self) -> Program:
-        shape, mesh = self.config.grpo.turn_credit.microbatch, self.sampling_mesh
+        shape, mesh = self.config.grpo.turn_credit.microbatch, self.sampling_mesh if self.apart else self.mesh
         packing.validate(shape, "grpo.turn_credit.microbatch", self.ways(mesh))
         like, axes = self.trained(self.config, self.model)
         params = on(like, sharding.shardings(like, axes, mesh))

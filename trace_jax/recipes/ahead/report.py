@@ -40,7 +40,7 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
     """
     chip, config = job.topology.chip, job.config
     held, no_sampler = memory.resident(job)
-    apart = job.sampling_mesh is not job.mesh
+    own = job.sampling_mesh is not job.mesh
     figures = {p.name: _program(job, p, compiled) for p in programs if p.role == "learner" or p.name == "probe"}
     figures |= _sampler(job, programs, compiled)
     temporaries = {
@@ -70,7 +70,7 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
         "config": config.name,
         "topology": job.topology.name,
         "mesh": dict(job.mesh.shape),
-        "sampling_mesh": dict(job.sampling_mesh.shape) if apart else None,
+        "sampling_mesh": dict(job.sampling_mesh.shape) if own else None,
         "remat": config.policy.remat,
         "microbatch": [config.grpo.microbatch.rows, config.grpo.microbatch.row_length],
         "headroom": room,
@@ -108,7 +108,7 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
 def _program(job: Job, program: Program, compiled: Mapping[tuple[str, int], Compiled]) -> dict[str, Any]:
     """Time and memory of one run of a program of all layers."""
     said, chip = compiled[program.name, program.layers], job.topology.chip
-    mesh = job.mesh if program.role == "learner" else job.sampling_mesh
+    mesh = job.mesh_of(program)
     done = _work(job, program)
     link, network = _link_seconds(said.collectives, mesh, job)
     terms = {
@@ -159,7 +159,7 @@ def _work(job: Job, program: Program) -> work.Work:
         found = work.scoring(policy, job.vocab_size, shape.rows * shape.row_length, context, mesh)
         return work.Work(0.0, found.executed)  # the objective's own cost, no FLOPs of the model's training
     if program.name == "probe":
-        shape, mesh = config.grpo.turn_credit.microbatch, dict(job.sampling_mesh.shape)
+        shape, mesh = config.grpo.turn_credit.microbatch, dict(job.mesh_of(program).shape)
         return work.scoring(policy, job.vocab_size, shape.rows * shape.row_length, context, mesh)
     return work.Work(0.0, 0.0)
 
