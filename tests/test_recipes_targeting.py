@@ -35,7 +35,8 @@ RUNS = {
 
 def test_the_table_is_that_of_the_seeds():
     found = targeting.summary(RUNS)
-    assert list(found)[:7] == list(targeting.ORDER) and set(found) == {*NAMES, targeting.SINGLE}
+    without = [n for n in targeting.ORDER if n not in ("gate", "gate_mix")]
+    assert list(found)[:7] == without and set(found) == {*NAMES, targeting.SINGLE}
     assert found["oracle"]["mean"] == pytest.approx(0.68) and found["base"]["half"] == 0
     # Student's t with one degree of freedom: 12.706 * |0.70 - 0.66| / sqrt(2) / sqrt(2)
     assert found["oracle"]["half"] == pytest.approx(12.706 * 0.02, rel=1e-3)

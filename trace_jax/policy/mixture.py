@@ -94,5 +94,5 @@ def cached(
     # one token at most: the sum picks it, and no other one's number, not even a NaN of padding
     now = jnp.sum(jnp.where(last[..., None], found, 0.0), axis=1)
     locked = jnp.where(jnp.any(last, axis=1)[:, None], now, locked)
-    after = (positions >= prompt[:, None] - 1)[..., None]
-    return jnp.where(after, locked[:, None, :-1], 0.0).reshape(len(h), -1), locked
+    after = (positions >= prompt[:, None] - 1) & valid
+    return jnp.where(after[..., None], locked[:, None, :-1], 0.0).reshape(len(h), -1), locked

@@ -56,6 +56,11 @@ def check(source: Path, config: RunConfig, stage: str = "grpo") -> Takeover:
         if not chat_files.tokenizer_files(other.path):
             raise ConfigError(f"{source} has no {TOKENIZER}: restore it, {source}/export may hold a copy")
         before = other.config
+        if before.lora.gate:
+            raise ConfigError(
+                f"the policy of {source} is a gate over adapters, which no other run can begin with: give the run that "
+                "they were trained on"
+            )
         goes_on = stage == "grpo" and trained and (before.lora == config.lora or before.lora.rank > 0)
         if goes_on:
             found = Takeover({"sft": "sft"} | ({BASE: BASE} if imported else {}), _MADE_WITH)
