@@ -11,7 +11,7 @@ from flax import nnx
 from helpers_hybrid import HYBRID, adapters
 from helpers_rollout import POLICY, VOCABULARY
 
-from trace_jax.config import LoraConfig, MeshConfig, OptimizerConfig
+from trace_jax.config import BatchConfig, LoraConfig, MeshConfig, OptimizerConfig
 from trace_jax.learner import sharding
 from trace_jax.learner.objectives import sft_objective
 from trace_jax.learner.packing import Sequence, pack, pack_buckets, unpack
@@ -104,7 +104,11 @@ def test_the_prompt_before_its_last_token_is_the_bases():
     assert np.abs(found - base)[:, PROMPT - 1 :].max(axis=(0, 2)).min() > 1e-3
 
 
-@pytest.mark.parametrize("policy", [POLICY, dataclasses.replace(HYBRID, layers=2)], ids=["dense", "hybrid"])
+@pytest.mark.parametrize(
+    "policy",
+    [POLICY, pytest.param(dataclasses.replace(HYBRID, layers=2), marks=pytest.mark.slow)],
+    ids=["dense", "hybrid"],
+)
 def test_any_chunks_give_what_training_gives_and_weights_stay_locked(policy):
     """One row is cut inside its prompt, one right before and one right behind its end; a hybrid policy has recurrent
     states and experts beside."""
@@ -169,13 +173,7 @@ def test_packed_rows_are_what_each_sequence_is_alone():
         learning.logprobs(gate, pack([Sequence(items[0].ids, items[0].loss_mask)], 48, 2))
     with pytest.raises(ValueError, match="sequence 0: a prompt of 18 tokens among 17"):
         pack([dataclasses.replace(items[0], prompt=18)], 48, 2)
-    assert (pack_buckets([], learning_batch(), lock=True)[0].lock == -1).all()
-
-
-def learning_batch():
-    from trace_jax.config import BatchConfig
-
-    return BatchConfig(32, 2)
+    assert (pack_buckets([], BatchConfig(32, 2), lock=True)[0].lock == -1).all()
 
 
 def test_only_the_gate_learns():
@@ -201,10 +199,12 @@ def test_only_the_gate_learns():
 
 def test_the_gate_learns_which_adapter_a_prompt_needs():
     """Planted: what follows prompts with the word 4 in them is what one adapter says, after those with 5 the other.
-    Only the last layer has adapters, as the first has not read the prompt. The gate is trained on two thirds of the
-    prompts and knows the others."""
-    pairs = jax.tree.map(lambda x: x.at[0].set(0.0) * 2.0, PAIRS)
-    planted = FROZEN._replace(pairs=pairs)
+    Only the last layer has adapters, as the first has not read the prompt, which random weights let through when they
+    are larger. The gate is trained on two thirds of the prompts and knows the others."""
+    pairs, base = jax.tree.map(lambda x: x.at[0].set(0.0) * 2.0, PAIRS), jax.tree.map(lambda x: x, BASE)
+    for name in ("value", "output"):
+        base[name] = base[name].replace(base[name][...].at[0].multiply(4.0))
+    planted = FROZEN._replace(base=base, pairs=pairs)
     rng, kinds = np.random.default_rng(0), np.arange(48) % 2
     ids = rng.integers(6, 9, (48, 10))
     ids[np.arange(48), 1 + np.arange(48) // 2 % 3] = 4 + kinds
@@ -213,7 +213,7 @@ def test_the_gate_learns_which_adapter_a_prompt_needs():
         said = hidden(ids, chosen=kinds, frozen=planted)[:, at - 1]
         ids[:, at] = np.argmax(MODEL.logits(jnp.asarray(said)), -1)
     items = [Sequence(row, np.arange(10) >= PROMPT, prompt=PROMPT) for row in ids]
-    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.0, warmup_steps=1, schedule="constant")
+    config = OptimizerConfig(learning_rate=0.02, weight_decay=0.0, warmup_steps=1, schedule="constant")
     learning = learner(config, frozen=planted, temperature=0.2)
     state = learning.init(mixture.init(POLICY, COUNT))
     batches, unseen = pack(items[:32], 10, 32), pack(items[32:], 10, 32)
@@ -222,11 +222,11 @@ def test_the_gate_learns_which_adapter_a_prompt_needs():
         return -np.sum(np.where(unseen[0].loss_mask, learning.logprobs(gate, unseen)[0], 0.0)) / 64
 
     before = loss(state.params)
-    for _ in range(40):
+    for _ in range(20):
         state, _ = learning.step(state, batches)
     shares = weights_of(ids[32:], state.params, planted)[-1]
     assert np.mean(shares[:, :2].argmax(1) == kinds[32:]) >= 0.9
-    assert loss(state.params) < 0.6 * before
+    assert loss(state.params) < 0.2 * before
 
 
 def weights_of(ids, gate, frozen):

@@ -165,6 +165,8 @@ def records_of(path, name):
         (["train"], "worlds.json is missing: run `trace-jax capability worlds` first"),
         (["train", "--sft.epochs", "3"], "`sft.epochs` cannot change in `capability train`"),
         (["train", "--capabilities", "target", "--lora.rank", "0"], "lora.rank"),
+        (["train", "--capabilities", "gate"], "has no finished adapter of a capability for a gate to mix"),
+        (["train", "--capabilities", "gate_mix"], "worlds.json is missing: run `trace-jax capability worlds` first"),
         (["worlds", "--rollout.slots", "8"], "`rollout.slots` cannot change in `capability worlds`: it uses the"),
         (["route", "--grpo.steps", "8"], "`grpo.steps` cannot change in `capability route`: it uses the"),
         (["route"], "has no finished adapter: run `trace-jax capability train` first"),
