@@ -10,7 +10,7 @@ from recipes_helpers import compile_cache, final_state, finished_smoke, records,
 
 from trace_jax import cli, config_io
 from trace_jax.config import ConfigError, LoraConfig, PolicyConfig, RunConfig
-from trace_jax.recipes import adapter_runs, adapters, gating
+from trace_jax.recipes import adapter_runs, adapters, gating, train
 from trace_jax.rollout.trajectory import Trajectory, read_parquet
 
 __all__ = ["compile_cache", "finished_smoke", "smoke"]  # fixtures
@@ -38,9 +38,8 @@ def test_mixtures_are_means_by_layer_and_by_episode():
     assert [e["task"] for e in found["episodes"]] == [4, 9]
     np.testing.assert_allclose(found["episodes"][0]["weights"], [0.45, 0.2, 0.35])
     text = gating.markdown(found)
-    assert (
-        "| layer 2 | 0.500 | 0.100 | 0.400 |" in text and "| the largest, share of episodes | 50% | 0% | 50% |" in text
-    )
+    assert "| layer 2 | 0.500 | 0.100 | 0.400 |" in text
+    assert "| the largest, share of episodes | 50% | 0% | 50% |" in text
     told = gating.figures([one, three, trajectory(10, None)], ("a", "b"))
     assert told == pytest.approx({"gate/a": 1.1 / 4, "gate/b": 0.9 / 4, "gate/base": 2.0 / 4})
     assert gating.figures([trajectory(1, None)], ()) == {} and gating.mixtures([], ("a",))["episodes"] == []
@@ -96,12 +95,19 @@ def test_adapters_of_single_experts_are_not_mixed():
         config_io.override(config, [*fields, ("lora.gate", "[a]")])
 
 
-@pytest.mark.parametrize("command", ["sft", "grpo", "train"])
-def test_a_gate_without_adapters_is_no_run(command, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["sft", "train"])
+def test_a_gate_is_trained_by_grpo_alone(command, tmp_path, capsys):
     words = [command, "--run-dir", tmp_path / "run", "--lora.rank", 2, "--lora.gate", "[a]"]
     status, _, err = run(capsys, *words)
-    says = "needs adapters to mix" if command == "grpo" else "is trained by GRPO alone"
-    assert status == 2 and says in err and len(err.splitlines()) == 1 and not (tmp_path / "run").exists()
+    assert status == 2 and "is trained by GRPO alone" in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gate_without_adapters_is_no_run(tmp_path):
+    config = config_io.override(RunConfig(), [("lora.rank", "2"), ("lora.gate", "[a]")])
+    with pytest.raises(ConfigError, match="needs adapters to mix: train it with `trace-jax capability train"):
+        train.command("grpo", tmp_path / "run", config, resume=False, source=tmp_path / "other")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
