@@ -105,8 +105,12 @@ def test_a_gate_is_trained_by_grpo_alone(command, tmp_path, capsys):
 
 def test_a_gate_without_adapters_is_no_run(tmp_path):
     config = config_io.override(RunConfig(), [("lora.rank", "2"), ("lora.gate", "[a]")])
+    made(tmp_path, base=LoraConfig())
     with pytest.raises(ConfigError, match="needs adapters to mix: train it with `trace-jax capability train"):
-        train.command("grpo", tmp_path / "run", config, resume=False, source=tmp_path / "other")
+        train.command("grpo", tmp_path / "run", config, resume=False, source=tmp_path / "adapters" / "base")
+    made(tmp_path, gate=config.lora)
+    with pytest.raises(ConfigError, match="is a gate over adapters, which no other run can begin with"):
+        train.command("grpo", tmp_path / "run", config, resume=False, source=tmp_path / "adapters" / "gate")
     assert not (tmp_path / "run").exists()
 
 
@@ -119,8 +123,9 @@ def test_a_gate_over_two_adapters(smoke, capsys):
     worlds = {name: {"accepted": True, "level": 0.0, "tries": []} for name in ("abstaining", "drill_down")}
     (path / "capability" / "worlds.json").write_text(json.dumps({"settings": {}, "worlds": worlds}))
     fields = ["--grpo.prompts", 2, "--grpo.group", 4, "--grpo.validation_episodes", 0, "--grpo.save_every", 1]
-    fields += ["--lora.rank", 2, "--grpo.optimizer.learning_rate", 0.3, "--grpo.constant_groups", "count"]
-    fields += ["--grpo.steps", 2, "--grpo.hints", 0]
+    fields += ["--lora.rank", 2, "--grpo.optimizer.learning_rate", 0.02, "--grpo.constant_groups", "count"]
+    # rewards of so small a policy may all be 0: the entropy gives every step a gradient
+    fields += ["--grpo.steps", 2, "--grpo.hints", 0, "--grpo.entropy_coefficient", 0.1]
     words = ["capability", "train", "--run-dir", path, *fields, "--capabilities"]
     status, out, err = run(capsys, *words, "gate", "abstaining", "drill_down", "--json")
     assert status == 0, err
