@@ -160,6 +160,10 @@ def test_a_gate_over_two_adapters(smoke, capsys):
     assert "| weights of the gate | abstaining | drill_down | base |" in out
     np.testing.assert_allclose(np.sum([e["weights"] for e in logged["episodes"]], 1), 1.0, atol=1e-3)
 
+    words_of = ["inspect", "--trajectory", folder / "trajectories" / "grpo-000002.parquet", "--index", 0, "--json"]
+    status, out, err = run(capsys, *words_of)
+    assert status == 0 and json.loads(out.splitlines()[-1])["logprobs"], err
+
     for form, says in (("peft", "PEFT has no form for a gate"), ("hf", "export the adapters one by one")):
         status, _, err = run(capsys, "export", "--run-dir", folder, "--format", form, "--out", path / "out")
         assert status == 2 and says in err and len(err.splitlines()) == 1
