@@ -103,6 +103,12 @@ def test_a_gate_is_trained_by_grpo_alone(command, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_field_is_set_by_the_command_alone():
+    config = config_io.override(RunConfig(), [("lora.rank", "2"), ("lora.gate", "[a]")])
+    with pytest.raises(ConfigError, match="is what `--capabilities gate` sets: leave the field out"):
+        adapters._check(RunConfig(), config)
+
+
 def test_a_gate_without_adapters_is_no_run(tmp_path):
     config = config_io.override(RunConfig(), [("lora.rank", "2"), ("lora.gate", "[a]")])
     made(tmp_path, base=LoraConfig())

@@ -114,6 +114,8 @@ def _check(base: RunConfig, config: RunConfig) -> None:
     refuse_changes(base, config, MAY_CHANGE, "capability train")
     if base.lora.rank:
         raise ConfigError("the run trains an adapter itself: `trace-jax export` and `import` make a base of it")
+    if config.lora.gate:
+        raise ConfigError("`lora.gate` is what `--capabilities gate` sets: leave the field out")
     if base.environment.worlds:
         raise ConfigError("the run trains in a world itself: give one of the task")
 
