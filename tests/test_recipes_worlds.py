@@ -131,7 +131,7 @@ def test_all_stages_and_rows_of_a_mixture_go_as_they_do_alone(smoke, capsys, mon
     assert {e["oracle"] for e in episodes} == {"abstaining", "drill_down", "base"}
     assert answers["abstaining"] != answers["base"] or answers["drill_down"] != answers["base"]  # they do something
 
-    for module, name in ((routing, "evaluate_policy"), (routing, "_scores"), (worlds, "collect")):
+    for module, name in ((routing, "evaluate_policy"), (routing, "scores"), (worlds, "collect")):
         monkeypatch.setattr(module, name, None)
     status, out, err = run(capsys, *words)
     assert status == 0, err
