@@ -98,7 +98,7 @@ def test_decoding_equals_the_training_pass_and_its_experts_replay_it():
         offsets = np.arange(width)
         at = np.minimum(fed[:, None] + offsets, len(S) - 1)
         valid = offsets < counts[:, None]
-        h, cache, routes = step(PARAMS, np.take_along_axis(ids, at, 1), fed[:, None] + offsets, valid, cache, chosen)
+        h, cache, routes, _ = step(PARAMS, np.take_along_axis(ids, at, 1), fed[:, None] + offsets, valid, cache, chosen)
         for i in range(3):
             hidden[i, fed[i] : fed[i] + counts[i]] = h[i, : counts[i]]
             experts[:, i, fed[i] : fed[i] + counts[i]] = routes[:, i, : counts[i]]

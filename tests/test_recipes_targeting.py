@@ -35,7 +35,8 @@ RUNS = {
 
 def test_the_table_is_that_of_the_seeds():
     found = targeting.summary(RUNS)
-    assert list(found)[:7] == list(targeting.ORDER) and set(found) == {*NAMES, targeting.SINGLE}
+    without = [n for n in targeting.ORDER if n not in ("gate", "gate_mix")]
+    assert list(found)[:7] == without and set(found) == {*NAMES, targeting.SINGLE}
     assert found["oracle"]["mean"] == pytest.approx(0.68) and found["base"]["half"] == 0
     # Student's t with one degree of freedom: 12.706 * |0.70 - 0.66| / sqrt(2) / sqrt(2)
     assert found["oracle"]["half"] == pytest.approx(12.706 * 0.02, rel=1e-3)
@@ -78,9 +79,10 @@ def test_refused(words, says, smoke, tmp_path, capsys):
     assert says in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-def test_sizes_of_worlds_are_of_this_study(tmp_path, capsys):
-    assert cli.main(["reproduce", "objectives", "--out", str(tmp_path / "out"), "--world-seeds", "3"]) == 2
-    assert "--world-seeds is of capability-targeting" in capsys.readouterr().err
+@pytest.mark.parametrize("flag", ["--world-seeds", "--gate-steps"])
+def test_sizes_of_worlds_are_of_this_study(flag, tmp_path, capsys):
+    assert cli.main(["reproduce", "objectives", "--out", str(tmp_path / "out"), flag, "3"]) == 2
+    assert f"{flag} is of capability-targeting" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -112,3 +114,14 @@ def test_a_study(smoke, tmp_path, capsys, monkeypatch):
     again = json.loads((out / "table.json").read_text())
     assert all(cost["seconds"] >= stages[n]["seconds"] for n, cost in again.pop("costs").items()) and again == told
     assert cli.main([*words, "--grpo.prompts", "3"]) == 2 and "is a study with other fields" in capsys.readouterr().err
+
+    # a gate is added to what is there; adapters are not trained again, nor what they answered asked again
+    assert cli.main([*words, "--gate-steps", "1"]) == 0
+    gated = json.loads((out / "table.json").read_text())
+    for seed, run in gated["runs"].items():
+        assert run["steps"] == {**told["runs"][seed]["steps"], "gate": 1}
+        assert {k: v for k, v in run["held_out"].items() if k != "gate"} == told["runs"][seed]["held_out"]
+        assert gated["costs"][f"seed {seed}: gate"]["rollouts"] == run["rollouts"]["gate"] >= 4
+    text = (out / "table.md").read_text()
+    assert "| gate | " in text and "`gate` 1 on the task besides" in text
+    assert list(gated["summary"]).index("gate") == list(gated["summary"]).index("oracle") - 1

@@ -131,7 +131,7 @@ def test_all_stages_and_rows_of_a_mixture_go_as_they_do_alone(smoke, capsys, mon
     assert {e["oracle"] for e in episodes} == {"abstaining", "drill_down", "base"}
     assert answers["abstaining"] != answers["base"] or answers["drill_down"] != answers["base"]  # they do something
 
-    for module, name in ((routing, "evaluate_policy"), (routing, "_scores"), (worlds, "collect")):
+    for module, name in ((routing, "evaluate_policy"), (routing, "scores"), (worlds, "collect")):
         monkeypatch.setattr(module, name, None)
     status, out, err = run(capsys, *words)
     assert status == 0, err
@@ -165,6 +165,8 @@ def records_of(path, name):
         (["train"], "worlds.json is missing: run `trace-jax capability worlds` first"),
         (["train", "--sft.epochs", "3"], "`sft.epochs` cannot change in `capability train`"),
         (["train", "--capabilities", "target", "--lora.rank", "0"], "lora.rank"),
+        (["train", "--capabilities", "gate"], "has no finished adapter of a capability for a gate to mix"),
+        (["train", "--capabilities", "gate_mix"], "worlds.json is missing: run `trace-jax capability worlds` first"),
         (["worlds", "--rollout.slots", "8"], "`rollout.slots` cannot change in `capability worlds`: it uses the"),
         (["route", "--grpo.steps", "8"], "`grpo.steps` cannot change in `capability route`: it uses the"),
         (["route"], "has no finished adapter: run `trace-jax capability train` first"),

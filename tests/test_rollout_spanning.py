@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from helpers_rollout import CONFIG, POLICY, STOP, VOCABULARY, live, prompts_of
 
+from trace_jax.policy.mixture import Lock
 from trace_jax.policy.transformer import Transformer
 from trace_jax.rollout import engine as engines
 from trace_jax.rollout import programs
@@ -59,14 +60,17 @@ def ints(*shape):
 
 
 STATE = State(**{n: ints(4) + i for i, n in enumerate(("token", "position", "left", "adapter"))})
+LOCK = Lock(ints(4), ints(2, 4, 3).astype(np.float32))
 CALLS = [  # in the order of a collection: name, arguments; parameters by their version alone
     ("begin", (Sampling(0.7, 5, 0.9, 0.01),)),
     ("room", (0, 4, 128)),
-    ("prefill", (("params", 5), 0, ints(2, 3), ints(2), ints(2) + 1, ints(2) + 2, ints(2) + 3)),
+    ("prefill", (("params", 5), 0, ints(2, 3), ints(2), ints(2) + 1, ints(2) + 2, ints(2) + 3, None)),
+    ("prefill", (("params", 5), 0, ints(2, 3), ints(2), ints(2) + 1, ints(2) + 2, ints(2) + 3, LOCK)),
     ("room", (1, 4, 192)),
     ("copy", (1, 0, ints(3), ints(3) + 1)),
     ("wait", (1,)),
     ("draw", (("params", 5), 1, STATE, ints(4, 2).astype(np.uint32), 3)),
+    ("draw", (("params", 5), 1, STATE.replace(lock=LOCK), ints(4, 2).astype(np.uint32), 3)),
 ]
 
 

@@ -10,7 +10,7 @@ STAGES = ("latest", "best", "grpo", "sft")
 ACTIONS = {
     "contrast": "which capabilities failed attempts lack and passed ones do not (arXiv 2604.05336)",
     "worlds": "for each of them the difficulty at which it can be learned, at most five tries",
-    "train": "one adapter for each accepted world, by GRPO on the frozen policy",
+    "train": "one adapter for each accepted world, by GRPO on the frozen policy; or a gate over them",
     "route": "which adapter the policy itself chooses for each episode",
     "eval": "base, adapters, their sum, routed adapters and routing with the answer known, on the same episodes",
     "run": "all of these, one after another; what is done is not repeated",
@@ -62,7 +62,8 @@ def _train(p: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="NAME",
-        help="which; also `mix`, one adapter for all worlds, and `target`, one for the task itself (default: all "
+        help="which; also `mix`, one adapter for all worlds, and `target`, one for the task itself; `gate`, a softmax "
+        "gate over base and adapters, trained on the task, and `gate_mix`, the same in all worlds (default: all "
         "accepted worlds)",
     )
     p.add_argument(
@@ -85,7 +86,7 @@ def _eval(p: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="NAME",
-        help="some of base, sum, routed, oracle and the adapters (default: all)",
+        help="some of base, sum, routed, oracle, the adapters and the gates (default: all)",
     )
 
 

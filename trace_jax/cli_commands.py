@@ -171,8 +171,9 @@ def _reproduce(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
             seeds=args.seeds or targeting.SEEDS,
             steps=args.steps,
             size=(args.world_seeds, args.world_rollouts),
+            gate_steps=args.gate_steps,
         )
-    for flag in ("world_seeds", "world_rollouts"):
+    for flag in ("world_seeds", "world_rollouts", "gate_steps"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag.replace('_', '-')} is of {targeting.NAME}: leave it out")
     if args.study == planted.NAME:

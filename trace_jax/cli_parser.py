@@ -259,6 +259,8 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--world-seeds", type=_count, metavar="N", help=tries)
             attempts = f"{of}attempts at each (default: 16)"
             p.add_argument("--world-rollouts", type=_count, metavar="K", help=attempts)
+            gate = f"{of}train a gate over base and adapters, too, for so many steps on the task (default: none)"
+            p.add_argument("--gate-steps", type=_count, metavar="N", help=gate)
         if name == "report":
             whose = "directory of the run; the same as --run-dir"
             p.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", action=_Once, help=whose)

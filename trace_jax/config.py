@@ -132,6 +132,8 @@ class LoraConfig:
     alpha: float = 16.0
     # Parameters that have one: query, key, value, output, gate, up, down, expert_gate, expert_up, expert_down, ...
     targets: tuple[str, ...] = ("query", "key", "value", "output", "gate", "up", "down")
+    # Adapters whose mixture is trained in place of one: a softmax gate in every layer. `capability train` sets it.
+    gate: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

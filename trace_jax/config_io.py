@@ -22,7 +22,11 @@ import yaml
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import shown, validate
 
-_LISTS = {"lora.targets": "[query, value]", "policy.mixers": "[delta, attention]"}  # examples
+_LISTS = {
+    "lora.targets": "[query, value]",
+    "lora.gate": "[intersection, abstaining]",
+    "policy.mixers": "[delta, attention]",
+}  # examples
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 

@@ -109,6 +109,21 @@ def check(c: RunConfig) -> None:
             bool(c.lora.rank) and name not in known,
             f"`lora.targets` has `{name}`, which this policy lacks: choose from {', '.join(known)}",
         )
+    if c.lora.gate:
+        _gate(c)
+
+
+def _gate(c: RunConfig) -> None:
+    _refuse(not c.lora.rank, "`lora.gate` mixes adapters, and `lora.rank` is 0: leave it out")
+    experts = [name for name in c.lora.targets if name.startswith("expert_")]
+    _refuse(
+        bool(experts),
+        f"`lora.gate` cannot mix adapters of single experts ({', '.join(experts)}): train adapters of other targets",
+    )
+    _refuse(
+        c.grpo.turn_credit.enabled,
+        "`grpo.turn_credit` does not go with `lora.gate`: its questions say no prompt to a gate, switch it off",
+    )
 
 
 def targets(policy: PolicyConfig) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class BareLoop:
             stop = min(start + CHUNK, end)
             positions = jnp.broadcast_to(jnp.arange(start, stop), (rows, stop - start))
             there = jnp.ones(positions.shape, bool)
-            hidden, cache, _ = model.decode(prompts[:, start:stop], positions, there, cache, attend=stop)
+            hidden, cache, *_ = model.decode(prompts[:, start:stop], positions, there, cache, attend=stop)
 
         def sampled(hidden, position):
             return draw(token_keys(seeds, jnp.full(rows, position)), model.logits(hidden), Sampling().knobs)[:2]
@@ -75,7 +75,7 @@ class BareLoop:
         def step(carry, position):
             cache, token = carry
             at = jnp.full((rows, 1), position)
-            hidden, cache, _ = model.decode(token[:, None], at, jnp.ones(at.shape, bool), cache)
+            hidden, cache, *_ = model.decode(token[:, None], at, jnp.ones(at.shape, bool), cache)
             token, logprob = sampled(hidden[:, 0], position + 1)
             return (cache, token), (token, logprob)
 

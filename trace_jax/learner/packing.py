@@ -33,6 +33,8 @@ class Sequence:
             A token without any, and every token when there is no `kept`, is scored over the whole vocabulary.
         experts: those of a mixture-of-experts policy that the sampler chose for each token in each of L layers, used
             again by the learner; negative ones, and all when there is no `experts`, are chosen anew.
+        prompt: tokens of its prompt, whose last one locks the mixture of adapters that a gate gives it
+            (`policy.mixture`); 0: there is no gate.
     """
 
     ids: Int[np.ndarray, " n"]
@@ -42,6 +44,7 @@ class Sequence:
     weight: float = 1.0
     kept: Int[np.ndarray, "n k"] | None = None
     experts: Int[np.ndarray, "n L e"] | None = None
+    prompt: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -62,6 +65,8 @@ class LearnerBatch:
         reference_logprobs: of the policy that the KL penalty pulls to; 0 when there is none.
         kept: see `Sequence`; None when no sampler left anything out, which costs nothing.
         experts: see `Sequence`; None when no sequence has any.
+        lock: column in the row of the last token of the prompt, from that token on; -1 before it and in padding. None
+            when no sequence says how long its prompt is.
     """
 
     ids: Int[Array, "rows time"]
@@ -75,6 +80,7 @@ class LearnerBatch:
     reference_logprobs: Float[Array, "rows time"]
     kept: Int[Array, "rows time k"] | None = None
     experts: Int[Array, "rows time L e"] | None = None
+    lock: Int[Array, "rows time"] | None = None
 
 
 SHORTEST = 16  # row length, tokens
@@ -82,12 +88,16 @@ SHORTEST = 16  # row length, tokens
 _DTYPES = {"ids": np.int32, "positions": np.int32, "segments": np.int32, "loss_mask": bool}
 
 
-def empty_batch(row_length: int, rows: int, top_k: int = 0, experts: tuple[int, ...] | None = None) -> LearnerBatch:
-    """A micro-batch of padding only, with room for `top_k` kept ids and the experts (layers, number) of a token."""
+def empty_batch(
+    row_length: int, rows: int, top_k: int = 0, experts: tuple[int, ...] | None = None, lock: bool = False
+) -> LearnerBatch:
+    """A micro-batch of padding only, with room for `top_k` kept ids and the experts (layers, number) of a token, and
+    with a `lock` if it is asked for."""
     shape = (rows, row_length)
     streams = {f.name: np.zeros(shape, _DTYPES.get(f.name, np.float32)) for f in fields(LearnerBatch)}
     streams["kept"] = np.full((*shape, top_k), -1, np.int32) if top_k else None
     streams["experts"] = None if experts is None else np.full((*shape, *experts), -1, np.int16)
+    streams["lock"] = np.full(shape, -1, np.int32) if lock else None
     return LearnerBatch(**streams)
 
 
@@ -153,12 +163,15 @@ def unpack(values: Seq[Float[np.ndarray, "rows time"]], lengths: Seq[int], row_l
     return unpack_buckets(values, lengths, BatchConfig(row_length, rows))
 
 
-def pack_buckets(sequences: Seq[Sequence], config: BatchConfig, top_k: int = 0, ways: int = 1) -> list[LearnerBatch]:
+def pack_buckets(
+    sequences: Seq[Sequence], config: BatchConfig, top_k: int = 0, ways: int = 1, lock: bool = False
+) -> list[LearnerBatch]:
     """Packs sequences into micro-batches of the shapes of `bucket_rows`, see `plan`; without buckets as `pack`.
 
     Args:
         top_k: as of `pack`.
         ways: devices that the rows of a micro-batch are split over.
+        lock: give micro-batches a `lock` even if there is no sequence to say where.
 
     Raises:
         ConfigError, ValueError: as `pack` and `validate`.
@@ -167,7 +180,8 @@ def pack_buckets(sequences: Seq[Sequence], config: BatchConfig, top_k: int = 0, 
         _check(i, s, top_k)
     planned = plan([len(s) for s in sequences], config, ways)
     experts = next((s.experts.shape[1:] for s in sequences if s.experts is not None), None)
-    batches = [empty_batch(length, rows, top_k, experts) for rows, length in planned.shapes]
+    lock = lock or any(s.prompt for s in sequences)
+    batches = [empty_batch(length, rows, top_k, experts, lock) for rows, length in planned.shapes]
     segments = [np.zeros(rows, np.int32) for rows, _ in planned.shapes]  # sequences in each row so far
     for i in sorted(range(len(sequences)), key=planned.places.__getitem__):
         s, (number, row, start) = sequences[i], planned.places[i]
@@ -184,6 +198,8 @@ def pack_buckets(sequences: Seq[Sequence], config: BatchConfig, top_k: int = 0, 
             batch.kept[at][:, : s.kept.shape[1]] = s.kept
         if s.experts is not None:
             batch.experts[at] = s.experts
+        if s.prompt:
+            batch.lock[row, start + s.prompt - 1 : start + len(s)] = start + s.prompt - 1
     return batches
 
 
@@ -339,6 +355,8 @@ def _check(index: int, s: Sequence, top_k: int) -> None:
         value = np.asarray(getattr(s, name))
         if value.ndim and len(value) != n:
             raise ValueError(f"sequence {index}: {name} has {len(value)} entries for {n} tokens")
+    if not 0 <= s.prompt <= n:
+        raise ValueError(f"sequence {index}: a prompt of {s.prompt} tokens among {n}")
     if s.loss_mask[0]:
         raise ValueError(f"sequence {index}: its first token has nothing before it and cannot be trained on")
     if s.kept is None:

@@ -52,8 +52,8 @@ class TrainState:
 
 
 def transformer_logprobs(graphdef: nnx.GraphDef, temperature: float = 1.0, chunk: int = CHUNK) -> LogprobFn:
-    """`LogprobFn` of a `policy.Transformer` split by `nnx.split(model, nnx.Param)`, or of adapters on it
-    (`lora.Frozen`); 0 outside `loss_mask`.
+    """`LogprobFn` of a `policy.Transformer` split by `nnx.split(model, nnx.Param)`, or of adapters on it or a gate over
+    them (`lora.Frozen`; the gate's batches have a `lock`); 0 outside `loss_mask`.
 
     Args:
         temperature: the one the trajectories were sampled at, so that both sides mean the same distribution; of a
@@ -62,7 +62,7 @@ def transformer_logprobs(graphdef: nnx.GraphDef, temperature: float = 1.0, chunk
     """
 
     def logprob_fn(params, batch):
-        base, adapters = lora.parts(params)
+        base, adapters = lora.parts(params, lock=batch.lock)
         model, placement = nnx.merge(graphdef, base), sharding.placement()
         experts = None if batch.experts is None else jnp.moveaxis(batch.experts.astype(jnp.int32), 2, 0)
         passed = model.run(batch.ids, batch.positions, batch.segments, placement, adapters=adapters, experts=experts)

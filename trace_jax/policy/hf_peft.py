@@ -29,8 +29,10 @@ def check(cfg: LoraConfig) -> None:
     """Refuses adapters that `peft` has no form for.
 
     Raises:
-        ConfigError: there are none, or some are of experts.
+        ConfigError: there are none, some are of experts, or a gate mixes several.
     """
+    if cfg.gate:
+        raise ConfigError(f"export: PEFT has no form for a gate over adapters: export {', '.join(cfg.gate)} one by one")
     if not cfg.rank:
         raise ConfigError("export: this policy has no adapters (lora.rank is 0): use --format hf")
     if experts := [name for name in cfg.targets if name.startswith("expert_")]:

@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a target W works as W + alpha / rank * A B, W itself is never changed.
 
-Several adapters of one rank may be resident; each token of a batch has one of them, or none. An adapter is a tree of
-arrays beside the parameters, so the base policy is the same arrays with adapters left out: a reference costs nothing.
+Several adapters of one rank may be resident; each token of a batch has one of them, or none, or a mixture of all whose
+weights a gate computes (`policy.mixture`). An adapter is a tree of arrays beside the parameters, so the base policy is
+the same arrays with adapters left out: a reference costs nothing.
 
 Axes: L layers that have the target, N adapters, a and b features, r rank, E experts, n tokens.
 """
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from trace_jax.config import ConfigError, LoraConfig, PolicyConfig
-from trace_jax.policy import layers, parameters
+from trace_jax.policy import layers, mixture, parameters
 from trace_jax.policy.placement import Placement
 
 
@@ -38,36 +39,56 @@ class Adapters(NamedTuple):
         pairs: by target.
         scale: alpha / rank of each adapter.
         chosen: which one each token has, or each row where a batch is decoded; -1: none. None: all have the only one.
+        gate: of `mixture`, all layers; then all adapters are in use and `chosen` is None.
+        lock: where the gate reads: of packed rows see `mixture.packed`, of decoded ones it is a `mixture.Lock`.
+        shares: weight of each adapter for each token, in the layer that is being computed.
     """
 
     pairs: Pairs
     scale: Float[Array, " N"]
     chosen: Int[Array, ...] | None = None
+    gate: Float[Array, "L D M"] | None = None
+    lock: Int[Array, "B T"] | mixture.Lock | None = None
+    shares: Float[Array, "n N"] | None = None
 
 
 class Frozen(NamedTuple):
-    """What adapters are trained on. A policy is its parameters, or `(pairs, Frozen)`; pairs None: adapters off.
+    """What adapters are trained on, or a gate over them. A policy is its parameters, or `(pairs, Frozen)`, or
+    `(mixture.init(...), Frozen)` with the pairs among what is frozen; pairs or gate None: adapters off.
 
     Attributes:
         base: parameters of the base policy.
         scale: of `Adapters`.
+        pairs: that a gate mixes; None: pairs are what is trained.
     """
 
     base: Any
     scale: Float[Array, " N"]
+    pairs: Pairs | None = None
 
 
-def parts(params: Any, chosen: Int[Array, ...] | None = None) -> tuple[Any, Adapters | None]:
+def parts(
+    params: Any, chosen: Int[Array, ...] | None = None, lock: Int[Array, "B T"] | mixture.Lock | None = None
+) -> tuple[Any, Adapters | None]:
     """Parameters of a policy, and its adapters in use.
 
     Args:
         params: as `Frozen` says.
-        chosen: see `Adapters`.
+        chosen, lock: see `Adapters`; a gate has no use for the first, and needs the second.
+
+    Raises:
+        ValueError: a gate, and no `lock`.
     """
     if not isinstance(params, tuple):
         return params, None
-    pairs, frozen = params
-    return frozen.base, None if pairs is None else Adapters(pairs, frozen.scale, chosen)
+    trained, frozen = params
+    if trained is None:
+        return frozen.base, None
+    if frozen.pairs is None:
+        return frozen.base, Adapters(trained, frozen.scale, chosen)
+    if lock is None:
+        raise ValueError("a gate over adapters reads the prompt's last token, and where prompts end was not given")
+    return frozen.base, Adapters(frozen.pairs, frozen.scale, gate=trained[mixture.GATE], lock=lock)
 
 
 def init(policy: PolicyConfig, config: LoraConfig, key: Array, count: int = 1) -> Pairs:
@@ -112,7 +133,7 @@ def add(
     names: tuple[str, str],
     placement: Placement,
 ) -> Float[Array, "n b"]:
-    """`y` with the low-rank products of the tokens' adapters added.
+    """`y` with the low-rank products of the tokens' adapters added, or of all in their mixture.
 
     Args:
         pair: of one layer.
@@ -122,7 +143,9 @@ def add(
     a = pair.a.transpose(1, 0, 2).reshape(features, count * rank)
     inner = layers.linear(x, a, (names[0], "rank"), placement).reshape(-1, count, rank)
     inner = inner * adapters.scale.astype(x.dtype)[:, None]
-    if adapters.chosen is not None:
+    if adapters.shares is not None:
+        inner = inner * adapters.shares[..., None].astype(x.dtype)
+    elif adapters.chosen is not None:
         mine = adapters.chosen.reshape(-1, 1) == jnp.arange(count)
         inner = jnp.where(mine[..., None], inner, 0.0)
     b = pair.b.reshape(count * rank, -1)

@@ -57,7 +57,7 @@ def declare(cfg: PolicyConfig, vocab_size: int) -> dict[str, Declared]:
 
 
 # Parameters that a layer uses as they are stored; all others are cast to the compute type first.
-_WIDE = ("norm", "conv_", "decay_", "shared_share")
+_WIDE = ("norm", "conv_", "decay_", "shared_share", "adapter_gate")
 
 
 def cast_in_use(params: Any, dtype: str) -> Any:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from trace_jax.config import PolicyConfig
 from trace_jax.config_rules_policy import ATTENTION, check_policy
-from trace_jax.policy import attention, layers, moe, parameters
+from trace_jax.policy import attention, layers, mixture, moe, parameters
 from trace_jax.policy import logprobs as scoring
 from trace_jax.policy.blocks import Block, Cached, Packed, feed_forward, offset
 from trace_jax.policy.cache import KVCache
@@ -53,11 +53,13 @@ class Pass(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a decoding call gives: hidden states, the new cache, the experts of every token (None without experts)."""
+    """What a decoding call gives: hidden states, the new cache, the experts of every token (None without experts), what
+    each row has locked (`mixture.Lock.weights`; None without a gate)."""
 
     hidden: Float[Array, "n T D"]
     cache: KVCache
     experts: Int[Array, "L n T k"] | None
+    locked: Float[Array, "L n M"] | None = None
 
 
 class Transformer(nnx.Module):
@@ -107,13 +109,14 @@ class Transformer(nnx.Module):
                 mean nothing).
             placement: of arrays on a mesh.
             branches: continuations from inside a sequence; their positions go on from where they begin.
-            adapters: low-rank changes of the weights; `chosen` is [B T].
+            adapters: low-rank changes of the weights; `chosen` is [B T], `lock` that of `mixture.packed`.
             experts: those that each token had when it was sampled, used again in place of the likeliest; a negative
                 one: not known.
         """
         cfg, (rows, time) = self.cfg, ids.shape
         mixing = Packed(cfg, positions, segments, placement, branches)
         wanted = (segments > 0).reshape(-1)
+        gated = adapters is not None and adapters.gate is not None
         if adapters is not None and adapters.chosen is not None:
             adapters = adapters._replace(chosen=adapters.chosen.reshape(-1))
 
@@ -121,6 +124,9 @@ class Transformer(nnx.Module):
             weights, pairs, chosen = given
             block = Block(cfg, weights, self._layer_axes, placement, adapters, pairs)
             h = placement.used(block.norm(x, "attention_norm"), ("rows", ""))
+            if gated:
+                shares = mixture.packed(h, weights[mixture.GATE], adapters.lock, placement)
+                block.adapters = adapters._replace(shares=shares)
             mixed = mixing.attention(block, h) if kind == ATTENTION else mixing.delta(block, h)
             x = placement.used(x + mixed, ("tokens", ""))
             y, routes = feed_forward(block, placement.used(block.norm(x, "mlp_norm"), ("rows", "")), chosen)
@@ -135,9 +141,7 @@ class Transformer(nnx.Module):
         # Unrolled, XLA's CPU backend would merge what is computed again with what was computed first, and on a mesh
         # nothing would keep the gathered weights and the unsummed gradients of all layers from existing together.
         unroll = cfg.layers <= UNROLL and cfg.remat == "none" and placement is ANYWHERE
-        x, load = over_layers(
-            REMAT[cfg.remat], layer, x, Stack(self._stacks(), adapters and adapters.pairs, chosen), cfg, unroll
-        )
+        x, load = over_layers(REMAT[cfg.remat], layer, x, self._stack(adapters, chosen), cfg, unroll)
         gain = layers.in_use(self.final_norm[...], ("embed",), placement)
         x = placement.used(layers.normalise(x, offset(cfg, gain), cfg.norm_eps), ("rows", ""))
         return Pass(x.reshape(rows, time, -1), load)
@@ -164,23 +168,30 @@ class Transformer(nnx.Module):
                 valid position.
                 The default, the whole length, copies nothing (see `KVCache.grow`).
             rows: cache row of each row of the call, when the call covers only some of them or in another order.
-            adapters: `chosen` is [n].
+            adapters: `chosen` is [n], `lock` a `mixture.Lock`.
         """
         cfg, (count, time) = self.cfg, ids.shape
         mixing = Cached(cfg, positions, valid, cache, attend, rows)
         if adapters is not None and adapters.chosen is not None:
             adapters = adapters._replace(chosen=jnp.repeat(adapters.chosen, time))
-        x, routes = self.embedding[...][ids.reshape(-1)].astype(cfg.dtype), []
-        for kind, (weights, pairs, _) in each_layer(Stack(self._stacks(), adapters and adapters.pairs, None), cfg):
+        x, routes, locked = self.embedding[...][ids.reshape(-1)].astype(cfg.dtype), [], []
+        for kind, (weights, pairs, _) in each_layer(self._stack(adapters, None), cfg):
             block = Block(cfg, weights, self._layer_axes, ANYWHERE, adapters, pairs)
             h = block.norm(x, "attention_norm")
+            if adapters is not None and adapters.gate is not None:
+                before = adapters.lock.weights[len(locked)]
+                shares, now = mixture.cached(
+                    h, weights[mixture.GATE], adapters.lock.prompt, before, positions, valid, ANYWHERE
+                )
+                block.adapters = adapters._replace(shares=shares)
+                locked.append(now)
             x = x + (mixing.attention(block, h) if kind == ATTENTION else mixing.delta(block, h))
             y, chosen = feed_forward(block, block.norm(x, "mlp_norm"), None)
             x = x + y
             routes.append(chosen)
         hidden = layers.normalise(x, offset(cfg, self.final_norm[...]), cfg.norm_eps).reshape(count, time, -1)
         experts = jnp.stack([r.experts for r in routes]).reshape(cfg.layers, count, time, -1) if cfg.experts else None
-        return Decoded(hidden, mixing.cache, experts)
+        return Decoded(hidden, mixing.cache, experts, jnp.stack(locked) if locked else None)
 
     def logits(self, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
         """Scores of the next token, float32."""
@@ -199,10 +210,13 @@ class Transformer(nnx.Module):
         stacked = (name for group in parameters.names(self.cfg).values() for name in group)
         return {name: getattr(self, name).get_metadata("logical_axes")[1:] for name in stacked}
 
-    def _stacks(self) -> dict[str, dict[str, Array]]:
-        """Stacked parameters by the layers that have them."""
+    def _stack(self, adapters: Adapters | None, chosen: Int[Array, "L n k"] | None) -> Stack:
+        """Stacked parameters by the layers that have them, with adapters and their gate."""
         groups = parameters.names(self.cfg).items()
-        return {kind: {name: getattr(self, name)[...] for name in names} for kind, names in groups}
+        found = {kind: {name: getattr(self, name)[...] for name in names} for kind, names in groups}
+        if adapters is not None and adapters.gate is not None:
+            found["all"][mixture.GATE] = adapters.gate
+        return Stack(found, adapters and adapters.pairs, chosen)
 
 
 def logical_axes(model: Transformer) -> nnx.State:

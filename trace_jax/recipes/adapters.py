@@ -1,4 +1,5 @@
-"""`trace-jax capability train`: one adapter for each capability, by GRPO in its world on one frozen base.
+"""`trace-jax capability train`: one adapter for each capability, by GRPO in its world on one frozen base; on demand a
+gate over these (`gating`).
 
 Every adapter is an ordinary run in `adapters/<name>`: it can be continued, evaluated, inspected and exported like any
 other. All of them train in one process, with one copy of the base on the devices and one set of compiled programs.
@@ -14,7 +15,8 @@ from typing import Any
 
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
-from trace_jax.recipes import places, records, train, worlds
+from trace_jax.recipes import gating, places, records, train, worlds
+from trace_jax.recipes.adapter_runs import GATE, GATE_MIX, GATES, MIX, TARGET, finished, targeted
 from trace_jax.recipes.interrupt import Interrupted
 from trace_jax.recipes.rundir import RunDirectory, refuse_changes, stored_config, write_text
 from trace_jax.recipes.workspace import Workspace
@@ -30,7 +32,6 @@ DEFAULTS = {
     "grpo.hints": "0.25",
     "grpo.optimizer.learning_rate": "1e-5",
 }
-MIX, TARGET = "mix", "target"  # one adapter for all worlds; one for the task itself
 MAY_CHANGE = ("seed", "grpo.", "lora.", "rollout.", "evaluation.", "data.train", "data.validation")
 
 
@@ -46,7 +47,8 @@ def command(
 
     Args:
         config: of the base's run with `overrides`, which are also given alone: what they name is not set by `DEFAULTS`.
-        names: capabilities, "mix" or "target"; empty: all accepted worlds of `worlds.json`.
+        names: capabilities, "mix", "target", and "gate" or "gate_mix", which come last, since they mix the adapters of
+            capabilities; empty: all accepted worlds of `worlds.json`.
         out: directory with `worlds.json`, where `adapters/` goes; None: `capability` of the run directory.
 
     Returns:
@@ -59,7 +61,9 @@ def command(
     _check(base, config)
     with RunDirectory.open(run_dir, lock=False) as run:
         source, out = run.path, run.path / "capability" if out is None else _given(out, names)
-    planned = {n: _config(config, overrides, entries) for n, entries in _worlds(out, names).items()}
+    overrides = list(overrides)
+    planned = {n: _config(config, overrides, entries, n) for n, entries in _worlds(out, names).items()}
+    planned = {n: c for gate in (False, True) for n, c in planned.items() if (n in GATES) == gate}
     for c in planned.values():
         if not c.lora.rank:
             raise ConfigError("`lora.rank` 0 is no adapter: give a rank, or leave the field out")
@@ -68,14 +72,19 @@ def command(
     begun_with: list[Workspace] = []
 
     def share(work: Workspace) -> None:
+        gate = bool(work.config.lora.gate)
         if begun_with:
-            work.share(begun_with[0])
-        else:
+            work.share(begun_with[0], adapters=not gate)
+        elif not gate:
             begun_with.append(work)
+        if gate:
+            gating.take(work, out)
 
     for number, (name, c) in enumerate(planned.items()):
         print(f"adapter {number + 1} of {len(planned)}: {name}", flush=True)
         path = out / "adapters" / name
+        if name in GATES:
+            c = gating.over(c, overrides, out, targeted(finished(out, config)))
         begun = (path / "config.yaml").exists()
         if begun and (changed := config_io.differences(stored_config(path), c)):
             raise ConfigError(
@@ -96,10 +105,17 @@ def _given(out: Path, names: Sequence[str]) -> Path:
     return places.folder(out) if set(names) == {TARGET} else places.existing(out)
 
 
+def _on_the_task(names: Sequence[str]) -> bool:
+    """Whether none of these needs a world."""
+    return bool(names) and set(names) <= {TARGET, GATE}
+
+
 def _check(base: RunConfig, config: RunConfig) -> None:
     refuse_changes(base, config, MAY_CHANGE, "capability train")
     if base.lora.rank:
         raise ConfigError("the run trains an adapter itself: `trace-jax export` and `import` make a base of it")
+    if config.lora.gate:
+        raise ConfigError("`lora.gate` is what `--capabilities gate` sets: leave the field out")
     if base.environment.worlds:
         raise ConfigError("the run trains in a world itself: give one of the task")
 
@@ -107,13 +123,14 @@ def _check(base: RunConfig, config: RunConfig) -> None:
 def _worlds(out: Path, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Entries of `environment.worlds` for each adapter."""
     path = out / worlds.FILE
-    if not path.exists() and set(names) != {TARGET}:
+    if not path.exists() and not _on_the_task(names):
         raise ConfigError(f"{path} is missing: run `trace-jax capability worlds` first")
     found = worlds.read(path)["worlds"] if path.exists() else {}
     accepted = {n: (f"{n}@{w['level']:g}",) for n, w in found.items() if w["accepted"]}
-    if not accepted and set(names) != {TARGET}:
+    if not accepted and not _on_the_task(names):
         raise ConfigError(f"{path} has no accepted world: there is nothing to train in")
-    every = {**accepted, MIX: tuple(e for entries in accepted.values() for e in entries), TARGET: ()}
+    everywhere = tuple(e for entries in accepted.values() for e in entries)
+    every = {**accepted, MIX: everywhere, TARGET: (), GATE: (), GATE_MIX: everywhere}
     for name in names:
         if name not in every:
             mend = "its world was refused" if name in found else f"choose from {', '.join(every)}"
@@ -121,9 +138,12 @@ def _worlds(out: Path, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return {n: every[n] for n in (names or accepted)}
 
 
-def _config(config: RunConfig, overrides: Iterable[tuple[str, str]], entries: tuple[str, ...]) -> RunConfig:
-    given = {name for name, _ in overrides}
-    defaults = {n: v for n, v in DEFAULTS.items() if n not in given}
+def _config(
+    config: RunConfig, overrides: Iterable[tuple[str, str]], entries: tuple[str, ...], name: str = ""
+) -> RunConfig:
+    given = {field for field, _ in overrides}
+    wanted = DEFAULTS | (dict([gating.LEARNING_RATE]) if name in GATES else {})
+    defaults = {n: v for n, v in wanted.items() if n not in given}
     if not entries:
         defaults.pop("grpo.hints", None)  # the task itself has none
     environment = dataclasses.replace(config.environment, worlds=entries)

@@ -56,6 +56,7 @@ def check(source: Path, config: RunConfig, stage: str = "grpo") -> Takeover:
         if not chat_files.tokenizer_files(other.path):
             raise ConfigError(f"{source} has no {TOKENIZER}: restore it, {source}/export may hold a copy")
         before = other.config
+        refuse_gate(source, before)
         goes_on = stage == "grpo" and trained and (before.lora == config.lora or before.lora.rank > 0)
         if goes_on:
             found = Takeover({"sft": "sft"} | ({BASE: BASE} if imported else {}), _MADE_WITH)
@@ -79,6 +80,19 @@ def check(source: Path, config: RunConfig, stage: str = "grpo") -> Takeover:
                     "as it was, or train another policy (`trace-jax sft`)"
                 )
         return found
+
+
+def refuse_gate(source: Path, before: RunConfig) -> None:
+    """Refuses a run whose policy is a gate over adapters, which is nothing to begin with.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if before.lora.gate:
+        raise ConfigError(
+            f"the policy of {source} is a gate over adapters, which no other run can begin with: give the run that "
+            "they were trained on"
+        )
 
 
 def adopt(source: Path, run: RunDirectory, stage: str = "grpo") -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.learner import groups, multihost
 from trace_jax.learner.step import Params
-from trace_jax.recipes import processes, schedule
+from trace_jax.recipes import gating, processes, schedule
 from trace_jax.recipes.phases import PhaseTimer
 from trace_jax.recipes.turn_probe import TurnProbe
 from trace_jax.recipes.workspace import Workspace
@@ -170,6 +170,7 @@ class Generation:
             with self._swap:
                 self._open_to_swaps = False
         figures = _figures(trajectories, stats, self._engine_figures(before))
+        figures |= gating.figures(trajectories, config.lora.gate)
         figures["resample_collections"] = float(rounds)
         if not self._config.staleness:  # nothing is sampled until there are other parameters: the learner has the room
             self._work.engine.free()

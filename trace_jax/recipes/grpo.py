@@ -211,6 +211,7 @@ def _scored_without_hints(
         return trajectories
     ways = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
     sequences = [packing.Sequence(t.ids, t.loss_mask, kept=t.kept) for t in hinted]
+    sequences = _with_prompts(sequences, config)
     batches = packing.pack_buckets(sequences, config.grpo.microbatch, config.rollout.top_k, ways)
     found = packing.unpack_buckets(
         learner.logprobs(state.params, batches), [len(t.ids) for t in hinted], config.grpo.microbatch, ways
@@ -220,6 +221,13 @@ def _scored_without_hints(
         for t, values in zip(hinted, found, strict=True)
     }
     return [scored.get(id(t), t) for t in trajectories]
+
+
+def _with_prompts(sequences: list[packing.Sequence], config: RunConfig) -> list[packing.Sequence]:
+    """Where a gate over adapters is trained, with the length of each prompt: what was sampled begins behind it."""
+    if not config.lora.gate:
+        return sequences
+    return [dataclasses.replace(s, prompt=int(np.argmax(s.loss_mask))) for s in sequences]
 
 
 def update(
@@ -246,7 +254,8 @@ def update(
             asked = [t for t in trajectories if t.status not in CRASHED]
             figures |= turn_credit.figures([t.probes for t in asked], [t.reward for t in asked], grpo.turn_credit)
         ways = learner.mesh.shape["data"] * learner.mesh.shape["fsdp"]
-        batches = packing.pack_buckets(sequences, grpo.microbatch, config.rollout.top_k, ways)
+        sequences, gated = _with_prompts(sequences, config), bool(config.lora.gate)
+        batches = packing.pack_buckets(sequences, grpo.microbatch, config.rollout.top_k, ways, gated)
     with timer.phase("probe"):
         if grpo.old_policy == "learner":
             batches = learner.with_old(state.params, batches)

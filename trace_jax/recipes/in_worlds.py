@@ -17,7 +17,7 @@ from trace_jax.capability import routing as choice
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.evaluation import form
 from trace_jax.recipes import routing
-from trace_jax.recipes.adapters import MIX, TARGET
+from trace_jax.recipes.adapter_runs import targeted
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
@@ -86,9 +86,9 @@ def _environment(work: Workspace, config: RunConfig, world: str, level: float, e
 def _adapters(work: Workspace, out: Path, names: list[str], agent: str, environment: Any) -> list[int]:
     """Which adapter samples each episode."""
     if agent == routing.ROUTED:
-        targeted = [n for n in names if n not in (MIX, TARGET)]
-        chosen = choice.choose(routing.scores(work, environment, targeted))
-        return [choice.BASE if i == choice.BASE else names.index(targeted[i]) for i in chosen]
+        single = targeted(names)
+        chosen = choice.choose(routing.scores(work, environment, single))
+        return [choice.BASE if i == choice.BASE else names.index(single[i]) for i in chosen]
     return [choice.BASE if agent == "base" else names.index(agent)] * len(environment)
 
 

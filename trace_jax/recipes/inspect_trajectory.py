@@ -64,8 +64,10 @@ def show(path: Path, index: int | None, split: str) -> dict[str, Any]:
             other = "" if collected else "; name the right --split"
             raise ConfigError(f"{path} is not of the {'train' if collected else split} episodes of this run{other}")
         if not t.probes:
-            params = reference(work, work.start_params)
-            [t], _ = TurnProbe(work, params)([t], work.environment("train" if collected else split))
+            # questions say no prompt to a gate: what it was trained on, the base alone, is asked in its place
+            gated = bool(run.config.lora.gate)
+            params = None if gated else reference(work, work.start_params)
+            [t], _ = TurnProbe(work, params, shared=gated)([t], work.environment("train" if collected else split))
         outcome = None
         if collected:
             outcome = float(outcome_advantages(rows, run.config.grpo, run.config.rollout.context, True).values[index])

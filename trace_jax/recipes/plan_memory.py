@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from trace_jax.config import RunConfig
 from trace_jax.config_rules_policy import ATTENTION, DELTA, mixers
 from trace_jax.learner import packing, sharding
-from trace_jax.policy import lora
+from trace_jax.policy import lora, mixture
 from trace_jax.policy.cache import default_block
 from trace_jax.policy.transformer import Transformer, logical_axes
 from trace_jax.recipes.turn_probe import is_anchor
@@ -48,10 +48,19 @@ class Sizes:
 
     @classmethod
     def trained(cls, config: RunConfig, vocab_size: int) -> Sizes:
-        """Shapes of what is trained: adapters, or all of it."""
+        """Shapes of what is trained: adapters, a gate over them, or all of it."""
         if not config.lora.rank:
             return cls.of(config, vocab_size)
+        if config.lora.gate:
+            return cls(jax.eval_shape(lambda: mixture.init(config.policy, len(config.lora.gate))), mixture.axes())
         like = jax.eval_shape(lambda key: lora.init(config.policy, config.lora, key), jax.random.key(0))
+        return cls(like, lora.axes(config.policy, config.lora))
+
+    @classmethod
+    def mixed(cls, config: RunConfig) -> Sizes:
+        """Shapes of the adapters that a gate mixes."""
+        count = len(config.lora.gate)
+        like = jax.eval_shape(lambda key: lora.init(config.policy, config.lora, key, count), jax.random.key(0))
         return cls(like, lora.axes(config.policy, config.lora))
 
     @property
@@ -88,8 +97,9 @@ def estimate(config: RunConfig, vocab_size: int, learner: Mesh, sampler: Mesh) -
     """
     sizes, trained = Sizes.of(config, vocab_size), Sizes.trained(config, vocab_size)
     held = trained.bytes_on(learner)
+    mixed = Sizes.mixed(config).bytes_on(learner) if config.lora.gate else 0
     learning = {
-        "parameters": sizes.bytes_on(learner) + (held if config.lora.rank else 0),
+        "parameters": sizes.bytes_on(learner) + (held if config.lora.rank else 0) + mixed,
         "moments": 2 * held,
         "gradients": 2 * held,
         **_micro_batch(config, vocab_size, learner),

@@ -1,8 +1,8 @@
 """`trace-jax capability route | eval`: which adapter the base policy chooses for each task, and what that is worth.
 
 `eval` compares, on the same episodes and with the same luck: the base, every adapter alone, their sum, the adapters of
-all worlds (`mix`) and of the task (`target`) where they were trained, the routed adapters, and routing with the hidden
-type of each episode known.
+all worlds (`mix`) and of the task (`target`) where they were trained, the routed adapters, routing with the hidden
+type of each episode known, and gates over base and adapters (`gating`) where they were trained.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from trace_jax.evaluation import form, store
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
 from trace_jax.learner.probe import Probe, Question, transformer_scores
 from trace_jax.policy import lora
-from trace_jax.recipes import assess, places
-from trace_jax.recipes.adapters import MIX, TARGET
+from trace_jax.recipes import assess, gating, places
+from trace_jax.recipes.adapter_runs import GATES, MIX, TARGET, finished, finished_gates, targeted
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
 from trace_jax.recipes.rundir import RunDirectory, refuse_changes, write_text
 from trace_jax.recipes.workspace import Workspace
+from trace_jax.rollout.engine import Engine
 
 SYSTEM = "Choose who should work on a task."
 FILE = "routes.json"
@@ -84,7 +85,7 @@ def route(run_dir: Path | None, config: RunConfig, *, split: str, out: Path | No
 
 def _route(work: Workspace, out: Path, split: str, adapters: Sequence[str]) -> dict[str, Any]:
     """Routes of a split between some adapters; written into `out`."""
-    names = [n for n in adapters if n not in (MIX, TARGET)]
+    names = targeted(adapters)
     if not names:
         raise ConfigError(f"{out / 'adapters'} has no finished adapter: run `trace-jax capability train` first")
     domain = domain_of(work.config)
@@ -117,24 +118,6 @@ def _about(work: Workspace, split: str, names: list[str]) -> dict[str, Any]:
         "tasks": len(work.environment(split)),
         "adapters": names,
     }
-
-
-def finished(out: Path, config: RunConfig) -> list[str]:
-    """Adapters that have made their last step, by name. Says which directories it leaves out: copies and other runs,
-    whose names are none of an adapter's.
-
-    Args:
-        config: of the base's run, which says what capabilities there are.
-    """
-    found, known = [], {MIX, TARGET, *(c.name for c in domain_of(config).capabilities)}
-    for path in sorted((out / "adapters").glob("*/config.yaml")):
-        if path.parent.name not in known:
-            print(f"note: {path.parent} is left out: its name is no capability's, nor {MIX} or {TARGET}")
-            continue
-        with RunDirectory.open(path.parent, lock=False) as run:
-            if Workspace(run, Progress(), Interrupt()).is_finished("grpo"):
-                found.append(path.parent.name)
-    return found
 
 
 def scores(work: Workspace, environment: Environment, names: Sequence[str]) -> np.ndarray:
@@ -206,7 +189,7 @@ def evaluate(
 
     Args:
         config: the run's with changes to evaluation or data.
-        names: which of base, routed, oracle, sum and the adapters; empty: all.
+        names: which of base, routed, oracle, sum, the adapters and the gates; empty: all.
 
     Returns:
         The headline figures by name.
@@ -222,7 +205,7 @@ def evaluate(
         out = run.path / "capability" if out is None else places.existing(out)
         results = out if _others(work, out, split) is None else out / OTHER / assess.label_of(split, changed)
         adapters = finished(out, config)
-        every = ["base", *adapters, SUM, ORACLE, ROUTED]
+        every = ["base", *adapters, SUM, ORACLE, ROUTED, *finished_gates(out)]
         for name in names:
             if name not in every:
                 meant = config_io.nearest(name, every)
@@ -273,7 +256,7 @@ def _asked(work: Workspace, split: str) -> dict[str, Any]:
 def _routes(work: Workspace, directories: Sequence[Path], split: str, adapters: Sequence[str]) -> dict[str, list[str]]:
     """Adapter names of every episode, by `routed` and `oracle`; taken from a `routes.json` that is of these, written
     into the first of the directories where none is."""
-    about = _about(work, split, [n for n in adapters if n not in (MIX, TARGET)])
+    about = _about(work, split, targeted(adapters))
     there = (read(path) for folder in directories if (path := folder / FILE).exists())
     found = next((f for f in there if all(f.get(k) == v for k, v in about.items())), None)
     if found is None:
@@ -283,10 +266,12 @@ def _routes(work: Workspace, directories: Sequence[Path], split: str, adapters: 
 
 
 class Adapters:
-    """All adapters resident beside one base, and an engine that samples with any of them."""
+    """All adapters resident beside one base, and an engine that samples with any of them; gates over them have engines
+    of their own on the same base, since theirs samples with all at once."""
 
     def __init__(self, work: Workspace, out: Path, names: Sequence[str]):
         self.names, trained = list(names), []
+        self._out, self._gates = out, {}
         first: Workspace | None = None
         self.steps = {}
         for name in names:
@@ -304,11 +289,44 @@ class Adapters:
                     )
                 trained.append(own.trained_params("grpo"))
                 self.steps[name] = own.store("grpo").latest()
+        self._first = first
         self.all, self.engine, self.chat = lora.stacked(trained), first.engine, first.chat
         chosen = [p for p, name in zip(trained, self.names, strict=True) if name not in (MIX, TARGET)]
         total = _summed(chosen or trained)
         # as many as there are scales; only the first is used
         self.sum = lora.stacked([total, *[jax.tree.map(jnp.zeros_like, total)] * (len(trained) - 1)])
+
+    def sampler(self, name: str) -> Engine:
+        """An engine with the parameters that something of this name samples with."""
+        if name in GATES:
+            gate = self._gate(name)
+            gate.engine.set_params(gate.trained_params("grpo"), 0)
+            return gate.engine
+        self.engine.set_params(self.sum if name == SUM else self.all, 0)
+        return self.engine
+
+    def steps_of(self, name: str) -> dict[str, Any]:
+        """Steps of what a result of this name depends on.
+
+        Raises:
+            ConfigError: a gate, and the adapters that it mixes have been trained anew.
+        """
+        if name not in GATES:
+            return self.steps
+        mixed = gating.unchanged(self._out, name)
+        return {n: m["step"] for n, m in mixed.items()} | {name: self._gate(name).store("grpo").latest()}
+
+    def mixed(self, name: str) -> tuple[str, ...]:
+        """The adapters that a gate mixes."""
+        return self._gate(name).config.lora.gate
+
+    def _gate(self, name: str) -> Workspace:
+        if name not in self._gates:
+            with RunDirectory.open(self._out / "adapters" / name, lock=False) as run:
+                gate = Workspace(run, self._first.progress, self._first.interrupt)
+                gate.share(self._first, adapters=False)
+                self._gates[name] = gate
+        return self._gates[name]
 
 
 def _summed(adapters: Sequence[lora.Pairs]) -> lora.Pairs:
@@ -336,14 +354,14 @@ def _one(
     environment, domain = work.environment(split), domain_of(config)
     count = len(environment)
     index = {n: i for i, n in enumerate(held.names)} | {"base": BASE}
-    everywhere = 0 if name == SUM else index.get(name)
+    everywhere = 0 if name in (SUM, *GATES) else index.get(name)
     adapters = [index[n] for n in routes[name]] if name in routes else [everywhere] * count
-    settings = _asked(work, split) | {"adapters": held.steps}
+    settings = _asked(work, split) | {"adapters": held.steps_of(name)}
     if known is not None:
         if known.get("settings") == settings:
             return
         print(f"note: {name} is scored again: the adapters were trained on, or the result is of an earlier version")
-    held.engine.set_params(held.sum if name == SUM else held.all, 0)
+    engine = held.sampler(name)
     with work.progress.bar(f"evaluate {name}", count) as bar:
 
         def report(done: int, _: int) -> None:
@@ -351,7 +369,7 @@ def _one(
             work.interrupt.check()
 
         trajectories = evaluate_policy(
-            held.engine,
+            engine,
             held.chat,
             environment,
             range(count),
@@ -362,6 +380,8 @@ def _one(
             adapters=adapters,
         )
         work.interrupt.check()
+    if name in GATES:
+        gating.write(results / f"{name}.json", trajectories, held.mixed(name))
     records = records_of(trajectories, domain.kind.record_of)
     result = domain.kind.summarise(records, config.evaluation, seed=config.seed)
     store.save(results, name, result | {"settings": settings}, records)

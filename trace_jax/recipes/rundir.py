@@ -7,7 +7,8 @@ wandb/             what W&B keeps here, with --track wandb
 profile/           the trace of --profile, for xprof
 data/              teacher set (kept so that a resumed run does not repeat it)
 tokenizer.model    sentencepiece model (an imported policy: tokenizer.json and its settings)
-checkpoints/       sft/, grpo/: the newest `keep_checkpoints` of each; base/: a policy that was not trained here
+checkpoints/       sft/, grpo/: the newest `keep_checkpoints` of each; base/: a policy that was not trained here;
+                   adapters/: those that a gate mixes
 trajectories/      grpo-000010.parquet, ...
 evaluation/        one file per evaluated subject
 logs/              what each of several processes said
@@ -38,6 +39,7 @@ from trace_jax.recipes.tracking import TensorBoard, Tracker
 
 _SHAPE = {f"policy.{name}" for name in config_rules_policy.SHAPE}
 BASE = "base"  # among the checkpoints: a policy that was not trained here
+ADAPTERS = "adapters"  # among the checkpoints: what the run's gate mixes
 
 
 def default_path(config: RunConfig) -> Path:

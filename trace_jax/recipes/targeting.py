@@ -3,7 +3,8 @@ the same number of rollouts spent otherwise (arXiv 2604.05336)?
 
 One SFT policy is contrasted, and a world searched for every capability that it lacks. For each seed, the adapters of
 accepted worlds take as many steps each; one adapter on the task itself (`target`) and one on all worlds (`mix`) take as
-many as those do together. What came out is scored on the task's held-out episodes and in each world.
+many as those do together. What came out is scored on the task's held-out episodes and in each world; on demand so is a
+gate over base and adapters (`gating`), trained on the task after them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import require_environment
 from trace_jax.evaluation import form
 from trace_jax.recipes import adapters, contrast, in_worlds, reproduce, routing, stage_costs, study_place, worlds
-from trace_jax.recipes.adapters import MIX, TARGET
+from trace_jax.recipes.adapter_runs import GATE, GATE_MIX, MIX, TARGET
 from trace_jax.recipes.reproduce_table import interval
 from trace_jax.recipes.rundir import stored_config, write_text
 from trace_jax.recipes.stage_costs import StageCosts
@@ -26,7 +27,7 @@ from trace_jax.recipes.studies import TARGETING as NAME
 
 SEEDS = (0, 1, 2)
 SINGLE = "best adapter"  # of a seed, by its result on the held-out episodes themselves: in its favour
-ORDER = ("base", TARGET, MIX, SINGLE, routing.SUM, routing.ROUTED, routing.ORACLE)
+ORDER = ("base", TARGET, MIX, SINGLE, routing.SUM, routing.ROUTED, GATE, GATE_MIX, routing.ORACLE)
 
 
 def command(
@@ -38,6 +39,7 @@ def command(
     seeds: Sequence[int] = SEEDS,
     steps: int | None = None,
     size: tuple[int | None, int | None] = (None, None),
+    gate_steps: int | None = None,
 ) -> dict[str, Any]:
     """Runs the study, or what is missing of it, and writes `table.json` and `table.md` into `out`.
 
@@ -47,6 +49,7 @@ def command(
         seeds: adapters of all kinds for each.
         steps: of each capability's adapter; None: `grpo.steps`.
         size: episodes and rollouts of each try of a world; None: those of the paper.
+        gate_steps: of a gate over base and adapters on the task, in addition to all others; None: no gate.
 
     Returns:
         The content of `table.json`.
@@ -87,6 +90,10 @@ def command(
         write_text(folder / worlds.FILE, json.dumps(searched, indent=1) + "\n")
         with costs.timed(f"seed {seed}: adapters"):
             trained = _train(source, stored, overrides, list(accepted), seed, steps, folder)
+        if gate_steps is not None:
+            with costs.timed(f"seed {seed}: gate"):
+                gate = _train_some(source, stored, overrides, [GATE], seed, gate_steps, folder)
+            costs.played(f"seed {seed}: gate", gate[GATE]["rollouts"])
         costs.played(f"seed {seed}: adapters", sum(a["rollouts"] for a in trained.values()))
         scored = config_io.override(stored, [(n, v) for n, v in overrides if n.startswith("evaluation.")])
         with costs.timed(f"seed {seed}: routing and held-out episodes"):
@@ -95,6 +102,8 @@ def command(
         costs.played(f"seed {seed}: routing and held-out episodes", answers)
         with costs.timed(f"seed {seed}: episodes of the worlds"):
             inside = in_worlds.command(source, stored, accepted, out=folder)
+        if gate_steps is not None:
+            trained |= gate
         result["costs"] = costs.result()
         result["runs"][seed] = _figures(summaries, inside, trained, folder)
         # after every seed: the table can be read before it is whole
@@ -131,11 +140,24 @@ def _train(
     """Figures of all adapters of a seed: of each world, then, with as many steps as those together, mix and target."""
     result = {}
     for names, length in ((accepted, steps), ((MIX, TARGET), steps * len(accepted))):
-        pairs = [(n, v) for n, v in overrides if n.startswith(adapters.MAY_CHANGE)]
-        pairs += [("seed", str(seed)), ("grpo.steps", str(length))]
-        config = config_io.override(stored, pairs)
-        result |= adapters.command(source, config, pairs, names=names, out=folder)["adapters"]
+        result |= _train_some(source, stored, overrides, names, seed, length, folder)
     return result
+
+
+def _train_some(
+    source: Path,
+    stored: RunConfig,
+    overrides: Sequence[tuple[str, str]],
+    names: Sequence[str],
+    seed: int,
+    steps: int,
+    folder: Path,
+) -> dict[str, Any]:
+    """Figures of some adapters of a seed, or of a gate over them."""
+    pairs = [(n, v) for n, v in overrides if n.startswith(adapters.MAY_CHANGE)]
+    pairs += [("seed", str(seed)), ("grpo.steps", str(steps))]
+    config = config_io.override(stored, pairs)
+    return adapters.command(source, config, pairs, names=names, out=folder)["adapters"]
 
 
 def _figures(
@@ -204,11 +226,13 @@ def markdown(result: Mapping[str, Any]) -> str:
     for name, s in result["summary"].items():
         cells = [cell(s), cell(s.get("over_base"), "+"), cell(s.get("over_target"), "+")]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    gates = {run.get("steps", {}).get(GATE) for run in runs.values()} - {None}
+    gated = f"; `{GATE}` {', '.join(map(str, sorted(gates)))} on the task besides, over all of those" if gates else ""
     levels = ", ".join(f"{n}@{level:g}" for n, level in result["worlds"].items())
     lines.append(
         f"\nWorlds: {levels}; {result['steps']} steps for each one's adapter, {MIX} and {TARGET} as many as all of "
-        f"them; {len(runs)} seeds, ± is half of a 95 % interval over them (Student's t). `{SINGLE}`: the one that does "
-        "best on these very episodes, seed by seed.\n"
+        f"them{gated}; {len(runs)} seeds, ± is half of a 95 % interval over them (Student's t). `{SINGLE}`: the one "
+        "that does best on these very episodes, seed by seed.\n"
     )
     lines.append(in_worlds.markdown(_in_worlds(runs)))
     for seed, run in runs.items():

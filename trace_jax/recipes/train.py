@@ -29,7 +29,7 @@ from trace_jax.recipes import (
 )
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt, Interrupted
-from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.recipes.rundir import ADAPTERS, RunDirectory, stored_config
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.report import html
 
@@ -65,6 +65,8 @@ def command(
     if resume and source is not None:
         raise ConfigError("--init starts a new run and --resume continues one: leave one of them out")
     check(config)
+    if config.lora.gate:
+        _check_gate(name, run_dir, source, prepared=prepare is not None)
     tracking.require(track)
 
     def open_it(path: Path | None) -> RunDirectory:
@@ -120,6 +122,18 @@ def check(config: RunConfig) -> None:
         packing.validate(config.grpo.turn_credit.microbatch, "grpo.turn_credit.microbatch", asking)
     for name, stage in (("sft", config.sft), ("grpo", config.grpo)):
         packing.validate(stage.microbatch, f"{name}.microbatch", ways)
+
+
+def _check_gate(name: str, run_dir: Path | None, source: Path | None, prepared: bool) -> None:
+    """Refuses a gate without adapters, and other stages than GRPO, which know no prompt for it to read."""
+    if name != "grpo":
+        raise ConfigError(f"`lora.gate` is trained by GRPO alone: `trace-jax grpo` continues the run, {name} cannot")
+    if not prepared and source is not None:
+        adoption.refuse_gate(source, stored_config(source))
+    if not prepared and not (run_dir is not None and (run_dir / "checkpoints" / ADAPTERS).is_dir()):
+        raise ConfigError(
+            "`lora.gate` needs adapters to mix: train it with `trace-jax capability train --capabilities gate`"
+        )
 
 
 def check_new(name: str, run_dir: Path | None, config: RunConfig, source: Path) -> None:

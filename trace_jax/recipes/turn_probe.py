@@ -37,7 +37,7 @@ class TurnProbe:
         Args:
             params: of the reference; copied to the sampler's devices, which are free while others learn. The base of
                 adapters is shared with the learner, unless the sampler has devices of its own.
-            shared: `params` are on these devices already, see `is_anchor`.
+            shared: `params` are on these devices already, see `is_anchor`; or None: the base of adapters alone.
         """
         self._chat, self._context = work.chat, work.config.rollout.context
         scores = transformer_scores(nnx.graphdef(work.model))

@@ -20,7 +20,7 @@ from trace_jax.learner.objectives import Objective
 from trace_jax.learner.roles import role_meshes
 from trace_jax.learner.step import Learner, Params, transformer_logprobs
 from trace_jax.learner.stream import Stream
-from trace_jax.policy import chat_files, hf, lora
+from trace_jax.policy import chat_files, hf, lora, mixture
 from trace_jax.policy.chat import CONTROL, Chat
 from trace_jax.policy.tokenizer import SentencePieceTokenizer
 from trace_jax.policy.transformer import Transformer, logical_axes
@@ -28,7 +28,7 @@ from trace_jax.recipes import processes, schedule, shipped
 from trace_jax.recipes.domain import domain_of
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Progress
-from trace_jax.recipes.rundir import BASE, RunDirectory, writing
+from trace_jax.recipes.rundir import ADAPTERS, BASE, RunDirectory, writing
 from trace_jax.recipes.teacher import Lesson
 from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.placement import owners
@@ -118,19 +118,37 @@ class Workspace:
 
     @cached_property
     def frozen(self) -> lora.Frozen | None:
-        """What adapters are trained on, on the learner's mesh; None where all parameters are trained."""
-        if not self.config.lora.rank:
+        """What adapters, or a gate over adapters, are trained on, on the learner's mesh; None where all parameters are
+        trained.
+
+        Raises:
+            ConfigError: the run trains a gate and has no adapters for it.
+        """
+        adapters = self.config.lora
+        if not adapters.rank:
             return None
         placed = sharding.shardings(self.base_params, logical_axes(self.model), self.mesh)
-        # the scale, too, or the sampler could not gather the two by one program on the mesh
-        scale = jax.device_put(lora.scale(self.config.lora), NamedSharding(self.mesh, PartitionSpec()))
-        return lora.Frozen(jax.device_put(self.base_params, placed), scale)
+        # the scale, too, or the sampler could not gather them by one program on the mesh
+        scale = lora.scale(adapters, max(1, len(adapters.gate)))
+        scale = jax.device_put(scale, NamedSharding(self.mesh, PartitionSpec()))
+        return lora.Frozen(jax.device_put(self.base_params, placed), scale, self._mixed())
+
+    def _mixed(self) -> lora.Pairs | None:
+        """The adapters that the run's gate mixes, side by side."""
+        policy, adapters = self.config.policy, self.config.lora
+        if not adapters.gate:
+            return None
+        like = jax.eval_shape(lambda key: lora.init(policy, adapters, key, len(adapters.gate)), jax.random.key(0))
+        return self._restored(self.store(ADAPTERS), like, lora.axes(policy, adapters))
 
     @cached_property
     def initial_params(self) -> Params:
-        """What is trained, before any training: all parameters, or fresh adapters, a function of the seed."""
+        """What is trained, before any training: all parameters, or fresh adapters, a function of the seed, or a gate
+        that prefers none."""
         if not self.config.lora.rank:
             return self.base_params
+        if self.config.lora.gate:
+            return mixture.init(self.config.policy, len(self.config.lora.gate))
         key = jax.random.key(schedule.collection_seed(self.config.seed, "adapters", 0))
         return jax.jit(lambda key: lora.init(self.config.policy, self.config.lora, key))(key)
 
@@ -138,10 +156,21 @@ class Workspace:
     def axes(self) -> Any:
         """Logical axes of what is trained."""
         policy, adapters = self.config.policy, self.config.lora
+        if adapters.gate:
+            return mixture.axes()
         return lora.axes(policy, adapters) if adapters.rank else logical_axes(self.model)
 
     def merged(self, params: Params, exact: bool = False) -> Params:
-        """All parameters of a policy, from what was trained of it; `exact` as in `lora.merged`."""
+        """All parameters of a policy, from what was trained of it; `exact` as in `lora.merged`.
+
+        Raises:
+            ConfigError: a gate was trained.
+        """
+        if self.config.lora.gate:
+            raise ConfigError(
+                f"{self.run.path} mixes adapters {', '.join(self.config.lora.gate)} by what each prompt says, which no "
+                "single set of weights does: export the adapters one by one, or serve the run from here"
+            )
         if self.frozen is None:
             return params
         factor = self.config.lora.alpha / self.config.lora.rank
@@ -196,14 +225,18 @@ class Workspace:
             )
         return self._learners[key]
 
-    def share(self, other: Workspace) -> None:
+    def share(self, other: Workspace, adapters: bool = True) -> None:
         """Takes the policy on the devices, the sampler and the compiled programs of another run of the same base.
 
-        Both runs must have the same `policy`, `lora`, `rollout` and `mesh` sections, and the same imported base.
+        Both runs must have the same `policy`, `rollout` and `mesh` sections, and the same imported base.
+
+        Args:
+            adapters: both have the same `lora` section, too; without it only the base is shared.
         """
-        for name in ("chat", "model", "_meshes", "base_params", "frozen", "engine"):
+        for name in ("chat", "model", "_meshes", "base_params", *(("frozen", "engine") if adapters else ())):
             self.__dict__[name] = getattr(other, name)
-        self._learners = other._learners
+        if adapters:
+            self._learners = other._learners
 
     def furnish(self, folder: Path | None = None) -> None:
         """Gives an empty run with the configuration of a shipped policy its tokenizer, and its parameters as those
@@ -303,7 +336,11 @@ class Workspace:
         axes, like = logical_axes(self.model), nnx.state(self.model, nnx.Param)
 
         def frozen_specs(mesh):
-            return lora.Frozen(sharding.shardings(like, axes, mesh), NamedSharding(mesh, PartitionSpec()))
+            base, pairs = sharding.shardings(like, axes, mesh), None
+            if self.config.lora.gate:
+                pairs = self.frozen.pairs
+                pairs = sharding.shardings(pairs, lora.axes(self.config.policy, self.config.lora), mesh)
+            return lora.Frozen(base, NamedSharding(mesh, PartitionSpec()), pairs)
 
         return Engine(
             self.model,

@@ -16,6 +16,7 @@ from jaxtyping import Int, UInt32
 
 from trace_jax.config import PolicyConfig
 from trace_jax.policy.cache import KVCache
+from trace_jax.policy.mixture import Lock
 from trace_jax.rollout.placement import Place
 from trace_jax.rollout.programs import Programs, State, new_cache
 from trace_jax.rollout.sampling import Sampling
@@ -68,12 +69,14 @@ class Calls:
         counts: Int[np.ndarray, " R"],
         slots: Int[np.ndarray, " R"],
         adapter: Int[np.ndarray, " R"],
-    ) -> jax.Array | None:
-        """Feeds the next chunk of some rows. Returns the experts of its tokens [L R T e], if they are asked for."""
-        self.caches[group], experts = self._programs.prefill(
-            weights[0], self.caches[group], ids, starts, counts, slots, adapter, heads=self._place.heads
+        lock: Lock | None = None,
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Feeds the next chunk of some rows. Returns the experts of its tokens [L R T e], if they are asked for, and
+        the weights that a gate has locked [L R M]."""
+        self.caches[group], experts, locked = self._programs.prefill(
+            weights[0], self.caches[group], ids, starts, counts, slots, adapter, lock, heads=self._place.heads
         )
-        return experts
+        return experts, locked
 
     def copy(
         self, target: int, source: int, sources: Int[np.ndarray, " C"], targets: Int[np.ndarray, " C"]

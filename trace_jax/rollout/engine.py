@@ -104,7 +104,7 @@ class Engine:
             `tensor x expert` devices. None: the default device.
           specs: sharding of every parameter on a mesh, as the learner has it; needed when a lane has several devices.
           frozen, frozen_specs: what adapters work on, placed once, and its sharding on a mesh; `set_params` then takes
-            the adapters (`policy.lora.Frozen`).
+            the adapters, or the gate over adapters that are among what is frozen (`policy.lora.Frozen`).
           reuse: keep the cache across turns and share prefixes; without it every turn is fed from its first token.
           channel: makes what carries the calls of a lane that lies in several processes from the one that leads it to
             the others; needed when there is such a lane.
@@ -120,6 +120,7 @@ class Engine:
         structure, params = nnx.split(model)
         policy = model.cfg
         experts = (policy.layers, policy.experts_per_token) if config.replay_routes else None
+        gate = (policy.layers, len(frozen.scale) + 1) if frozen is not None and frozen.pairs is not None else None
         recurrent = DELTA in mixers(policy)
         shapes = chunks()
         layout, around = (None if mesh is None or f is None else f(mesh) for f in (specs, frozen_specs))
@@ -151,7 +152,7 @@ class Engine:
             Lane(
                 self._calls(policy, config, place, channel),
                 config,
-                Slots(share, self._group, config.context, shapes[0].width, recurrent, experts),
+                Slots(share, self._group, config.context, shapes[0].width, recurrent, experts, gate),
                 place,
                 shapes,
                 reuse,

@@ -27,6 +27,8 @@ class SampledTurn:
       kept: ids that could have been drawn at each position, -1 where fewer than k; None when nothing was left out.
       experts: those that each token of the whole row so far was given, but the last, which nothing has been computed
         from yet; None unless `rollout.replay_routes`. L: layers, e: experts of a token.
+      gate: weights that the row has locked over adapters and base, in every layer (`policy.mixture`); None without a
+        gate. M: adapters and the base, which is the last.
     """
 
     row: int
@@ -37,6 +39,7 @@ class SampledTurn:
     stale: bool = False
     kept: Int[np.ndarray, "W k"] | None = None
     experts: Int[np.ndarray, "n L e"] | None = None
+    gate: Float[np.ndarray, "L M"] | None = None
 
 
 Deliver = Callable[[SampledTurn | BaseException], None]

@@ -12,13 +12,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from trace_jax.config import RolloutConfig
 from trace_jax.policy.cache import default_block
+from trace_jax.policy.mixture import Lock
 from trace_jax.rollout.calls import Calls, Weights
 from trace_jax.rollout.generator import Deliver, SampledTurn
 from trace_jax.rollout.placement import Place
@@ -279,8 +280,11 @@ class Lane:
             starts[i], counts[i] = slots.fed[row.slot], min(shape.width, slots.left(row))
             ids[i, : counts[i]] = slots.ids[row.slot, starts[i] : starts[i] + counts[i]]
             at[i], adapter[i] = row.slot % slots.size, row.adapter
-        experts = self.calls.prefill(weights, group.index, ids, starts, counts, at, adapter)
+        lock = self._lock(shape.rows, range(len(rows)), rows)
+        experts, locked = self.calls.prefill(weights, group.index, ids, starts, counts, at, adapter, lock)
         for i, (row, count) in enumerate(zip(rows, counts, strict=False)):
+            if locked is not None and starts[i] < row.prompt <= starts[i] + count:  # fed anew: it was locked anew
+                row.locked = np.asarray(locked[:, i])
             if experts is not None:
                 slots.record(row, np.asarray(experts)[:, i, :count])
             if slots.fed[row.slot] == 0:
@@ -288,6 +292,16 @@ class Lane:
             slots.fed[row.slot] += count
             slots.oldest[row.slot] = min(slots.oldest[row.slot], version)
         self.stats.prefill_tokens += int(counts.sum())
+
+    def _lock(self, count: int, at: Iterable[int], rows: Sequence[Row]) -> Lock | None:
+        """What a call over `count` places is told of the mixtures of the rows in some of them; None without a gate."""
+        if self._slots.gate is None:
+            return None
+        layers, ways = self._slots.gate
+        lock = Lock(_zeros(count), np.zeros((layers, count, ways), np.float32))
+        for i, row in zip(at, rows, strict=True):
+            lock.prompt[i], lock.weights[:, i] = row.prompt, row.locked
+        return lock
 
     def _copy(self, group: Group, waiting: Sequence[Row]) -> None:
         """Copies prefixes that have become available to the rows that wait for them."""
@@ -330,14 +344,15 @@ class Lane:
         self._room(group, max(int(slots.fed[row.slot]) for row in rows) + ahead)
         at = [row.slot % slots.size for row in rows]
         fed = slots.fed[[row.slot for row in rows]]
-        state = State(**{name: _zeros(slots.size) for name in ("token", "position", "left", "adapter")})
+        fields = {name: _zeros(slots.size) for name in ("token", "position", "left", "adapter")}
+        state = State(**fields, lock=self._lock(slots.size, at, rows))
         state.token[at] = [slots.ids[row.slot, n] for row, n in zip(rows, fed, strict=True)]
         state.position[at], state.left[at] = fed, [row.limit for row in rows]
         state.adapter[at] = [row.adapter for row in rows]
         seeds = np.zeros((slots.size, 2), np.uint32)
         seeds[at] = [row.seed for row in rows]
         going = len(rows) - max(1, len(rows) // QUIT_SHARE)
-        ids, logprobs, kept, experts, counts, stopped, steps = self.calls.decode(
+        ids, logprobs, kept, experts, counts, stopped, steps, locked = self.calls.decode(
             weights, group.index, state, seeds, going
         )
         ended = []
@@ -351,6 +366,8 @@ class Lane:
             row.limit -= n
             if experts is not None:
                 slots.record(row, experts[:, i, :n])
+            if locked is not None:
+                row.locked = locked[:, i]
             slots.extend(row, ids[i, :n])
             slots.fed[row.slot] += n
             slots.oldest[row.slot] = min(slots.oldest[row.slot], version)
@@ -381,6 +398,7 @@ class Lane:
             experts=None
             if self._slots.experts is None
             else self._slots.experts[row.slot, : self._slots.fed[row.slot]].copy(),
+            gate=None if row.locked is None else row.locked.copy(),
         )
         row.drawn = []
         self._deliver(turn)

@@ -9,7 +9,8 @@ of rows for each chunk width. Only the cache length varies; positions beyond a r
 * prefill: (chunk widths) x (length buckets) programs;
 * copies of a common prefix between rows, and growth of a cache: trivial programs, not counted.
 
-Axis letters: B slots of a group, W decoding steps of a call, R rows of a prefill call, T chunk width, k `top_k`.
+Axis letters: B slots of a group, W decoding steps of a call, R rows of a prefill call, T chunk width, k `top_k`, M
+adapters and the base.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from trace_jax.policy import cache as kv_cache
-from trace_jax.policy import lora
+from trace_jax.policy import lora, mixture
 from trace_jax.policy.cache import KVCache
 from trace_jax.policy.delta_net import DeltaState
 from trace_jax.rollout.sampling import Knobs, Sampling, draw, token_keys
@@ -80,12 +81,13 @@ def fit(sizes: Sequence[int], wanted: int) -> int:
 @chex.dataclass(frozen=True)
 class State:
     """Decoding state of a group: the token to feed, its position, how many tokens may still be drawn (0: idle), and
-    the adapter of the row (-1: none; without adapters it says nothing)."""
+    the adapter of the row (-1: none; without adapters it says nothing), or what it knows of its mixture of them."""
 
     token: Int[Array, " B"]
     position: Int[Array, " B"]
     left: Int[Array, " B"]
     adapter: Int[Array, " B"]
+    lock: mixture.Lock | None = None
 
 
 class Programs:
@@ -126,7 +128,7 @@ class Programs:
 
         Returns:
           cache, ids [B W], logprobs [B W], kept [B W k] or None, experts of the tokens fed [L B W e] or None, drawn
-          [B], stopped [B], steps made.
+          [B], stopped [B], steps made, weights locked (`mixture.Lock`) or None.
         """
         return self._decode(
             params, cache, state, seeds, np.int32(going), sampling.knobs, heads=heads, **sampling.static
@@ -150,15 +152,17 @@ class Programs:
         counts: Int[Array, " R"],
         slots: Int[Array, " R"],
         adapter: Int[Array, " R"],
+        lock: mixture.Lock | None = None,
         *,
         heads: NamedSharding | None,
-    ) -> tuple[KVCache, Int[Array, "L R T e"] | None]:
+    ) -> tuple[KVCache, Int[Array, "L R T e"] | None, Float[Array, "L R M"] | None]:
         offsets = jnp.arange(ids.shape[1])[None]
-        base, adapters = lora.parts(params, adapter)
+        base, adapters = lora.parts(params, adapter, lock)
         model = nnx.merge(self._structure, base)
         valid = offsets < counts[:, None]
         done = model.decode(ids, starts[:, None] + offsets, valid, cache, rows=slots, adapters=adapters)
-        return _constrained(done.cache, heads), _readable(done.experts, heads) if self._routes else None
+        experts = done.experts if self._routes else None
+        return _constrained(done.cache, heads), *_readable((experts, done.locked), heads)
 
     def _decode_loop(
         self,
@@ -174,7 +178,7 @@ class Programs:
         truncate: bool,
         heads: NamedSharding | None,
     ):
-        base, adapters = lora.parts(params, state.adapter)
+        base, adapters = lora.parts(params, state.adapter, state.lock)
         model = nnx.merge(self._structure, base)
         shape = (cache.batch, self._steps)
         pick = partial(draw, greedy=greedy, top_k=top_k, truncate=truncate)
@@ -188,8 +192,9 @@ class Programs:
         def body(carry):
             step, cache, state, ids, logprobs, kept, experts, stopped = carry
             active = state.left > 0
-            hidden, cache, routes = model.decode(
-                state.token[:, None], state.position[:, None], active[:, None], cache, adapters=adapters
+            used = adapters if state.lock is None else adapters._replace(lock=state.lock)
+            hidden, cache, routes, locked = model.decode(
+                state.token[:, None], state.position[:, None], active[:, None], cache, adapters=used
             )
             position = state.position + 1
             token, logprob, could = pick(token_keys(seeds, position), model.logits(hidden[:, 0]), knobs)
@@ -205,6 +210,7 @@ class Programs:
                 token=jnp.where(active, token, state.token),
                 position=jnp.where(active, position, state.position),
                 left=jnp.where(stop, 0, state.left - active),
+                lock=None if state.lock is None else state.lock._replace(weights=locked),
             )
             return step + 1, _constrained(cache, heads), state, ids, logprobs, kept, experts, stopped | stop
 
@@ -216,8 +222,8 @@ class Programs:
             experts, jnp.zeros(shape[0], bool),
         )  # fmt: skip
         steps, cache, end, ids, logprobs, kept, experts, stopped = jax.lax.while_loop(proceed, body, begin)
-        found = (ids, logprobs, kept, experts, end.position - state.position, stopped, steps)
-        return cache, *_readable(found, heads)
+        drawn, locked = end.position - state.position, None if end.lock is None else end.lock.weights
+        return cache, *_readable((ids, logprobs, kept, experts, drawn, stopped, steps, locked), heads)
 
 
 def new_cache(policy, batch: int, length: int, dtype: str, heads: NamedSharding | None, device) -> KVCache:

@@ -48,6 +48,7 @@ class Row:
       deadline: moment of `time.monotonic` at which its time is up; set when it starts.
       plain: the prompt without the hint that was sampled with; None without one.
       adapter: see `Generator.start`.
+      gate: of its last turn, see `SampledTurn`.
       status: of the trajectory, None while it goes on.
       opening: the call that opens its episode. opened: whether that has ended. episode: what it opened, as long as no
         abandoned thread holds it. call: the call of a tool or of grading that it waits for. code: of its tool call.
@@ -78,6 +79,7 @@ class Row:
     experts: Int[np.ndarray, "n L e"] | None = None
     plain: Int[np.ndarray, " p"] | None = None
     adapter: int = 0
+    gate: Float[np.ndarray, "L M"] | None = None
 
     def prompt(self, ids: Int[np.ndarray, " n"]) -> None:
         """Sets the first ids."""
@@ -90,7 +92,7 @@ class Row:
         self._append(_Piece(ids, len(self.versions), logprobs, kept))
         self.versions.append(int(sampled.version))
         self.stale.append(bool(sampled.stale))
-        self.experts = sampled.experts
+        self.experts, self.gate = sampled.experts, sampled.gate
 
     def observation(self, ids: Int[np.ndarray, " n"]) -> None:
         """Appends what the tool answered to the last turn."""
@@ -137,12 +139,16 @@ class Row:
             rewards=self.rewards,
             tool_calls=self.tool_calls,
             answer=self.answer,
-            info=self.info | ({"hinted": True} if hinted else {}),
+            info=self.info | ({"hinted": True} if hinted else {}) | self._mixture(),
             labels=dict(self.task.labels),
             stale=tuple(self.stale),
             kept=_kept(pieces),
             experts=None if hinted else self._experts(),
         )
+
+    def _mixture(self) -> dict[str, Any]:
+        """`info["gate"]`: the weights of its mixture by layer, the base's last; nothing without a gate."""
+        return {} if self.gate is None else {"gate": np.round(self.gate.astype(float), 4).tolist()}
 
     def _experts(self) -> Int[np.ndarray, "N L e"] | None:
         if self.experts is None:

@@ -30,6 +30,7 @@ class Row:
     version: int | None = None  # oldest that drew a token of the turn
     stale: bool = False  # a token of the turn attended to keys of older parameters
     adapter: int = 0  # whose keys and values its cache holds
+    locked: np.ndarray | None = None  # of a gate over adapters: the row's weights in each layer, [L M]
     drawn: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]] = field(default_factory=list)  # ids, logprobs, kept
 
 
@@ -52,6 +53,7 @@ class Slots:
         widest: int,
         recurrent: bool = False,
         experts: tuple[int, int] | None = None,
+        gate: tuple[int, int] | None = None,
     ):
         """
         Args:
@@ -62,7 +64,10 @@ class Slots:
           recurrent: the policy has states of which only the newest exists: a prefix can be shared as long as its
             owner was fed nothing more.
           experts: layers, and experts of a token, whose record is kept.
+          gate: layers, and adapters with the base, of a gate over them: only prompts are shared then, without their
+            last token, from which on a row has its own mixture.
         """
+        self.gate = gate
         self._recurrent = recurrent
         self.experts = None if experts is None else np.full((count, context + 1, *experts), -1, np.int16)
         self._adapter = np.full(count, -2, np.int64)
@@ -114,6 +119,8 @@ class Slots:
         if common and self.rows[other] is None:  # its old place, nothing to copy
             slot, kept = other, min(common, int(self.fed[other]))
         row = Row(name, seed, slot, len(prompt), limit=limit, adapter=adapter)
+        if self.gate is not None:
+            row.locked = np.zeros(self.gate, np.float32)
         if common and not kept:
             before = self.rows[other].source
             # A row that waits for a copy itself has nothing to copy from: both take it from the same place.
@@ -149,6 +156,8 @@ class Slots:
         slot, common = row.source
         # Another row may have taken the slot; it will do if it begins alike and was fed in the same pieces.
         alike = self._prompt[slot] == row.prompt or common % self._widest == 0
+        if self.gate is not None and common >= self._prompt[slot]:
+            return None
         if not alike or self.oldest[slot] < self.oldest[row.slot]:
             return None
         if not np.array_equal(self.ids[slot, :common], self.ids[row.slot, :common]):
@@ -168,6 +177,8 @@ class Slots:
         differs = self.ids[:, :width] != prompt[:width]
         same = np.where(differs.any(1), differs.argmax(1), width)
         same = np.where(usable, np.minimum(same, self.length), 0)
+        if self.gate is not None:
+            same = np.minimum(same, np.maximum(self._prompt - 1, 0))
         # What a freed slot was never fed will not come any more.
         free = np.array([row is None for row in self.rows])
         same = np.where(free, np.minimum(same, self.fed), same)

@@ -20,12 +20,14 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from trace_jax.policy.mixture import Lock
 from trace_jax.rollout.calls import Calls, Weights
 from trace_jax.rollout.generator import Deliver
 from trace_jax.rollout.programs import State
 from trace_jax.rollout.sampling import Sampling
 
-STATE = ("token", "position", "left", "adapter")  # of `State`, in the order of a message
+STATE = ("token", "position", "left", "adapter")  # of `State`, in the order of a message, before its lock
+PREFILLED = 5  # arrays of a prefill call, before its lock
 
 
 class Channel(Protocol):
@@ -107,9 +109,10 @@ class Announced(Calls):
         self._tell("room", group, slots, length)
         super().room(group, slots, length)
 
-    def prefill(self, weights, group, ids, starts, counts, slots, adapter):
-        self._tell("prefill", group, arrays=(ids, starts, counts, slots, adapter), version=weights[1])
-        return super().prefill(weights, group, ids, starts, counts, slots, adapter)
+    def prefill(self, weights, group, ids, starts, counts, slots, adapter, lock=None):
+        arrays = (ids, starts, counts, slots, adapter)
+        self._tell("prefill", group, arrays=(*arrays, *(lock or ())), version=weights[1])
+        return super().prefill(weights, group, *arrays, lock)
 
     def copy(self, target, source, sources, targets):
         self._tell("copy", target, source, arrays=(sources, targets))
@@ -120,7 +123,7 @@ class Announced(Calls):
         super().wait(group)
 
     def decode(self, weights, group, state, seeds, going):
-        arrays = (seeds, *(getattr(state, name) for name in STATE))
+        arrays = (seeds, *(getattr(state, name) for name in STATE), *(state.lock or ()))
         self._tell("decode", group, going, arrays=arrays, version=weights[1])
         return super().decode(weights, group, state, seeds, going)
 
@@ -178,11 +181,13 @@ class Follower:
         elif name in ("room", "copy", "wait"):
             getattr(self.calls, name)(*numbers, *arrays)
         elif name == "prefill":
-            self.calls.prefill(self._weights(message.version), *numbers, *arrays)
+            lock = Lock(*arrays[PREFILLED:]) if arrays[PREFILLED:] else None
+            self.calls.prefill(self._weights(message.version), *numbers, *arrays[:PREFILLED], lock)
         elif name == "decode":
             group, going = numbers
             seeds, *fields = arrays
-            state = State(**dict(zip(STATE, fields, strict=True)))
+            lock = Lock(*fields[len(STATE) :]) if fields[len(STATE) :] else None
+            state = State(**dict(zip(STATE, fields, strict=False)), lock=lock)
             # waited for: what fails on the devices is raised here, and not in some later call
             jax.block_until_ready(self.calls.draw(self._weights(message.version), group, state, seeds, going))
         else:

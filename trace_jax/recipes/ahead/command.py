@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trace_jax.config import RunConfig
+from trace_jax.config import ConfigError, RunConfig
 from trace_jax.policy import kernels
 from trace_jax.recipes.ahead import render, report, suggest
 from trace_jax.recipes.ahead.analysis import Compiled, analyse
@@ -29,8 +29,10 @@ def command(config: RunConfig, topology: str, rollout: bool = False, out: Path |
         `report.summarise`, and where the run does not fit `suggestion` (see `suggest.nearest`).
 
     Raises:
-        ConfigError: an unknown topology, no libtpu, a mesh that the devices do not divide.
+        ConfigError: an unknown topology, no libtpu, a mesh that the devices do not divide, a gate over adapters.
     """
+    if config.lora.gate:
+        raise ConfigError("`lora.gate` is not compiled ahead: leave it out, one adapter needs as much")
     devices, progress, interrupt = parse(topology), Progress(), Interrupt()
     job = Job(config, devices)
     if out is not None:
