@@ -168,7 +168,7 @@ def _forward(x, weights, matrices, pairs, chosen, adapter, scale, placement):
             copies = x[plan.token]
             gate, up = (_project(copies, matrices[name], pairs.get(name), plan) for name in (GATE, UP))
             out = _project(layers.gated(gate, up), matrices[DOWN], pairs.get(DOWN), plan)
-            return _gathered(out.astype(jnp.float32) * plan.weight[:, None], plan), gate, up
+            return _gathered(plan, out, weight=plan.weight), gate, up
 
         return _in_parts(some, (x, weights, chosen, adapter))
 
@@ -198,8 +198,7 @@ def _backward(placement, saved, d_y):
             copies = x[plan.token]
             d_x, gates = _project_back(copies, d_gate, matrices[GATE], pairs.get(GATE), plan, sums[GATE])
             d_x_up, ups = _project_back(copies, d_up, matrices[UP], pairs.get(UP), plan, sums[UP])
-            d_x = _gathered(d_x.astype(jnp.float32) + d_x_up.astype(jnp.float32), plan)
-            return (d_x, d_weight[plan.place]), {GATE: gates, UP: ups, DOWN: down}
+            return (_gathered(plan, d_x, d_x_up), d_weight[plan.place]), {GATE: gates, UP: ups, DOWN: down}
 
         sums = {n: (_zeros(matrices[n]), jax.tree.map(_zeros, pairs.get(n))) for n in NAMES}
         (d_x, d_weights), sums = _in_parts(some, (x, weights, chosen, adapter, gate, up, d_y), sums)
@@ -308,11 +307,14 @@ def _plan(part, chosen, weights, adapter, scale, matrices, pairs) -> _Plan:
     )
 
 
-def _gathered(copies, plan):
-    """Sums of the copies of each token, slot by slot in that order."""
-    total = copies[plan.place[:, 0]]
-    for slot in range(1, plan.place.shape[1]):
-        total = total + copies[plan.place[:, slot]]
+def _gathered(plan, *copies, weight=None):
+    """Sums of the copies of each token, times their weights, slot by slot in that order; float32. They are widened once
+    they are gathered: an array of all copies in float32 would be the largest of a layer."""
+    total = 0.0
+    for slot in range(plan.place.shape[1]):
+        at = plan.place[:, slot]
+        found = sum(array[at].astype(jnp.float32) for array in copies)
+        total = total + (found if weight is None else found * weight[at][:, None])
     return total
 
 
