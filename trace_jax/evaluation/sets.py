@@ -25,7 +25,7 @@ class HeldOut:
 
 SETS: Mapping[str, HeldOut] = {
     "hard": HeldOut(
-        SimulatorConfig(difficulty="hard", strength=0.8, verified=False),
+        SimulatorConfig(difficulty="hard", strength=0.6, verified=False),
         seed=2609,
         episodes=470,
         rules="hard",
