@@ -104,9 +104,9 @@ def _place(
     """Elements of one anomaly: of a set of attributes of its own, without values that another anomaly uses, and, where
     they are single leaves, not of leaves without a value."""
     count = len(recipe.sizes)
-    layer = count if recipe.leaves_only else int(rng.integers(1, count, endpoint=True))
     wanted = int(rng.integers(*recipe.elements, endpoint=True))
     for _ in range(_TRIES):
+        layer = count if recipe.leaves_only else int(rng.integers(1, count, endpoint=True))
         attributes = tuple(sorted(rng.choice(count, layer, replace=False).tolist()))
         if layer < count and any(attributes == anomaly[0].attributes for anomaly in placed):
             continue
@@ -119,7 +119,7 @@ def _place(
         empty = layer == count and any(values[:, _inside(codes, e)].min() <= 0 for e in anomaly)
         if len(anomaly) == wanted and not empty:
             return anomaly
-    raise ValueError(f"no place for {wanted} elements of {layer} attributes in {_TRIES} draws")
+    raise ValueError(f"no place for an anomaly of {wanted} elements in {_TRIES} draws")
 
 
 def _adtributor(leaves: Leaves) -> set[Element]:
