@@ -21,7 +21,7 @@ SMALL = finders.Recipe((12, 11, 13), noise=(0.0, 0.0), deviation=(0.0, 0.0), zer
 
 @pytest.mark.parametrize("seed", range(20))
 def test_only_the_anomalies_deviate(seed):
-    """Without noise: leaves outside have their forecast, and an element that no other anomaly reaches loses one share."""
+    """Without noise: leaves outside have their forecast, and elements that no other reaches lose one share."""
     leaves, truth = finders.instance(SMALL, (seed,))
     inside = {e: (leaves.codes[:, e.attributes] == e.codes).all(1) for e in truth}
     score = deviation(*leaves.measure)
