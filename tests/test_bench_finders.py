@@ -39,7 +39,7 @@ def test_a_table_is_a_function_of_its_seed():
 
 
 def test_recipes_without_room_are_refused():
-    with pytest.raises(ValueError, match="no place for 3 elements"):
+    with pytest.raises(ValueError, match="no place for an anomaly of 3 elements"):
         finders.instance(dataclasses.replace(SMALL, sizes=(2,), elements=(3, 3)), (0,))
 
 
@@ -83,11 +83,9 @@ def test_the_weight_of_squeeze_is_never_negative():
 
 
 def test_finders_on_a_few_tables():
-    """What the whole table of bench/results says, on so few tables that only large faults show: RiskLoc is precise and
-    misses few, Squeeze finds single leaves, Adtributor names values of one attribute and no leaf."""
-    for name, riskloc_least, squeeze_least in (("S", 0.5, 0.2), ("L", 0.65, 0.65)):
-        found = finders.measure(name, 4)
-        assert found["riskloc"]["f1"]["value"] > riskloc_least and found["riskloc"]["precision"] > 0.8
-        assert found["squeeze"]["f1"]["value"] > squeeze_least
+    """Against what the whole table of bench/results says, on so few tables that only large faults show."""
+    several, single = finders.measure("S", 4), finders.measure("L", 4)
+    for found, least in ((several, 0.4), (single, 0.65)):
+        assert found["riskloc"]["f1"]["value"] > least and found["squeeze"]["f1"]["value"] > least
         assert found["adtributor"]["f1"]["value"] < found["riskloc"]["f1"]["value"]
-    assert found["adtributor"]["recall"] == 0
+    assert single["riskloc"]["precision"] == 1 and single["adtributor"]["recall"] == 0  # which names no leaf
