@@ -13,10 +13,11 @@ from trace_jax.evaluation.finders import rules
 from trace_jax.evaluation.finders.agents import FINDERS
 from trace_jax.recipes import assess
 from trace_jax.recipes.rundir import RunDirectory
+from trace_jax.warehouse.identity import described
 from trace_jax.warehouse.splits import load_split
 
 HARD = RunConfig(evaluation=EvaluationConfig(set="hard"))
-SHA256 = "2aa0986eb09e0a57d0bf0e8f39c1002c56dc3fb219e2190f20145981398a7e58"
+ANSWERS = "ede34115b8d19df08327678d5a6d68849d90ca438aa8202d893070a6c7a1b07c"
 
 
 def test_a_set_does_not_depend_on_the_run():
@@ -86,7 +87,5 @@ def test_results_without_a_set_are_named(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_hard_set_is_what_it_was():
-    """On a processor that rounds as the one of docs/metrics.md does."""
-    from trace_jax.warehouse.identity import sha256
-
-    assert sha256(load_split(sets.applied(HARD), "test")) == SHA256
+    """By its answers: tests compile without optimisation, which rounds some counts of the tables otherwise."""
+    assert described(load_split(sets.applied(HARD), "test"))["answers"] == ANSWERS
