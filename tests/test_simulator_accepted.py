@@ -71,6 +71,14 @@ def test_each_stratum_gives_its_first_accepted_proposals(simulator):
     assert found != sorted(found) and found[:13] != sorted(found[:13])  # ... in no order
 
 
+def test_unverified_sets_take_every_proposal(simulator):
+    config = SimulatorConfig(batch=64, verified=False)
+    found = order(accepted_chunks(config, 3, "s", COMPOSITION, chunk=13))
+    for (cause, dimensions), wanted in COMPOSITION.items():
+        own = [i for c, d, i in found if (c, d) == (CAUSE_INDEX[cause], dimensions)]
+        assert sorted(own) == list(range(wanted))
+
+
 def test_order_depends_on_seed_and_split_alone(simulator):
     want = order(chunks())
     for batch in (1, 192, 1024):

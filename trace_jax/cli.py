@@ -81,7 +81,7 @@ def _short(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> li
     """The fields that commands have short flags for. ConfigError if the field itself is given another value."""
     found = []
     fields = {"seed": "data.seed", "difficulty": "simulator.difficulty", "style": "environment.prompt"}
-    fields |= {"endpoint": "endpoint.url", "model": "endpoint.model"}
+    fields |= {"endpoint": "endpoint.url", "model": "endpoint.model", "set": "evaluation.set"}
     for flag, field in fields.items():
         value = getattr(args, field.replace(".", "_"), None)
         if value is None:

@@ -193,6 +193,8 @@ def build() -> argparse.ArgumentParser:
             p.add_argument("--endpoint", dest="endpoint_url", metavar="URL", help=url)
             model = "with --agent endpoint: its name there; same as --endpoint.model"
             p.add_argument("--model", dest="endpoint_model", metavar="NAME", help=model)
+            fixed = "score on a fixed set instead of the run's test split (ads; hard); same as --evaluation.set"
+            p.add_argument("--set", dest="evaluation_set", metavar="NAME", help=fixed)
             pair = (
                 "instead: the second against the first, on the same episodes and from stored results; each is a run "
                 "directory, RUN:AGENT, or an agent of --run-dir"

@@ -30,6 +30,8 @@ class SimulatorConfig:
     confounder_strength: float = 1.0  # size of the confounders
     onset: tuple[float, float, float] = (1.0, 1.0, 1.0)  # weights of immediate, delayed and ramp onsets
     two_attribute_share: float = 0.2988  # of the segment episodes; the paper's test set has 49 of 164
+    # Only episodes whose label the oracle certifies; false: all, also those in which it hardly shows or shows elsewhere
+    verified: bool = True
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,9 @@ class EvaluationConfig:
     min_p: float = 0.0
     bootstrap: int = 2000  # resamples for the confidence intervals
     confidence: float = 0.95
-    rules: str = ""  # thresholds of the baselines' rules, a file of `trace-jax fit-rules`; "": those that come with it
+    set: str = ""  # the held-out episodes: "": the run's own test split | "hard": a fixed set (docs/baselines.md)
+    # Thresholds of the baselines' rules, a file of `trace-jax fit-rules`; "": those that come with the set
+    rules: str = ""
 
 
 @dataclass(frozen=True)

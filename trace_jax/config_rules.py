@@ -15,6 +15,7 @@ from trace_jax.config import ConfigError, RunConfig
 CHOICES: dict[str, tuple[str, ...]] = {
     "simulator.rng": ("threefry2x32", "threefry2x32_13"),
     "simulator.difficulty": ("easy", "paper", "hard"),
+    "evaluation.set": ("", "hard"),
     "environment.name": ("ads", "search"),
     "environment.prompt": ("compact", "full"),
     **config_rules_policy.CHOICES,

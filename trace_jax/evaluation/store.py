@@ -50,14 +50,17 @@ def save(run_dir: str | Path, agent: str, summary: dict, records: Sequence[Any])
     _write(folder / f"{agent}.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
 
 
-def load_summaries(run_dir: str | Path) -> dict[str, dict]:
+def load_summaries(run_dir: str | Path, under: str = "") -> dict[str, dict]:
     """Summary by agent name, sorted by name; empty when nothing was evaluated yet.
+
+    Args:
+        under: folder of another set of episodes (`evaluation.set`); "": the run's own.
 
     Raises:
         ConfigError: a file is unreadable or lacks what `metrics.summarise` writes.
     """
     result = {}
-    for path in sorted((Path(run_dir) / FOLDER).glob("*.json")):
+    for path in sorted((Path(run_dir) / FOLDER / under).glob("*.json")):
         try:
             summary = json.loads(path.read_text(encoding="utf-8"))
             _check_summary(summary)
@@ -120,13 +123,13 @@ def _record(line: str, kind: Kind) -> Any:
     return record
 
 
-def load_records(run_dir: str | Path, agent: str, kind: Kind = KINDS["ads"]) -> list[Any]:
-    """The answers `save` wrote for `agent`, records of a kind.
+def load_records(run_dir: str | Path, agent: str, kind: Kind = KINDS["ads"], under: str = "") -> list[Any]:
+    """The answers `save` wrote for `agent`, records of a kind; `under` as in `load_summaries`.
 
     Raises:
         ConfigError: the file is missing or one of its lines is no answer.
     """
-    path = Path(run_dir) / FOLDER / f"{agent}.jsonl"
+    path = Path(run_dir) / FOLDER / under / f"{agent}.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         return [_record(line, kind) for line in lines if line]

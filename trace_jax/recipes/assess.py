@@ -12,7 +12,7 @@ from typing import Any
 from trace_jax import config_io
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.config_rules import get
-from trace_jax.evaluation import identity, store, table
+from trace_jax.evaluation import identity, sets, store, table
 from trace_jax.evaluation.baselines import evaluate_agent
 from trace_jax.evaluation.evaluate import evaluate_policy, records_of
 from trace_jax.learner import multihost
@@ -82,14 +82,19 @@ def command(run_dir: Path | None, config: RunConfig, *, agent: str, split: str) 
             name = name_of(known, split, {field: get(config, field) for field in changed})
             result = score(work, agent, split, name)
             if distributed.leads():
-                show(run.path, {name.removeprefix(OTHER): result})
+                show(run.path, {name.rpartition("/")[2]: result}, config.evaluation.set)
                 print(identity.line(result["benchmark"]))
     return result
 
 
 def _check_changes(stored: RunConfig, config: RunConfig, changed: Sequence[str], split: str) -> None:
     """Refuses changes that an evaluation does not use, or that make it one of a crippled policy."""
+    chosen = config.evaluation.set
+    if chosen and split != "test":
+        raise ConfigError(f"the {chosen} set takes the place of the test split: leave --split {split} or --set out")
     for name in changed:
+        if chosen and name in ("data.seed", "data.test"):
+            raise ConfigError(f"`{name}` has no part in the {chosen} set, which is fixed: leave it or --set out")
         section = name.split(".")[0]
         if section == "evaluation" or name in ("data.seed", f"data.{split}"):
             continue
@@ -107,8 +112,9 @@ def _check_changes(stored: RunConfig, config: RunConfig, changed: Sequence[str],
 def name_of(agent: str, split: str, changes: Mapping[str, Any]) -> str:
     """Name of the result under `evaluation/`. Those of another split or other settings than the run's own lie in a
     directory of their own, which the report leaves out."""
-    if split == "test" and not changes and (agent in AGENTS or agent.startswith(f"{prompted.AGENT}-")):
-        return agent
+    own = split == "test" and not changes.keys() - {"evaluation.set"}
+    if own and (agent in AGENTS or agent.startswith(f"{prompted.AGENT}-")):
+        return "/".join(filter(None, (str(changes.get("evaluation.set", "")), agent)))
     return OTHER + _short(agent, *([split] if split != "test" else []), *_said(changes))
 
 
@@ -132,8 +138,9 @@ def _settings(config: RunConfig, split: str) -> dict[str, Any]:
     speed = ("tool_workers", "slots", "decode_steps", "stale_cache")  # no parameters change while a policy is scored
     unused = {f"rollout.{name}" for name in SAMPLER + speed}
     fields = {k: v for k, v in config_io.flatten(config) if k.startswith(kept) and k not in unused}
-    if not config.evaluation.rules:  # results from before there were any stay valid
-        del fields["evaluation.rules"]
+    for later in ("set", "rules"):  # results from before there were any stay valid
+        if not getattr(config.evaluation, later):
+            del fields[f"evaluation.{later}"]
     return {"split": split} | fields
 
 
@@ -158,6 +165,7 @@ def score(work: Workspace, agent: str, split: str = "test", name: str | None = N
     """
     name = agent if name is None else name
     config, domain = work.config, domain_of(work.config)
+    config = sets.applied(config) if split == "test" else config
     environment = work.environment(split)
     indices = range(len(environment))
     with work.progress.bar(f"evaluate {name}", len(environment)) as bar:
@@ -220,6 +228,6 @@ def score(work: Workspace, agent: str, split: str = "test", name: str | None = N
         return processes.lead(work.interrupt, "assess", keep)
 
 
-def show(run_dir: Path, results: dict[str, Any] | None = None) -> None:
-    """Prints the table of everything scored in a run (plain text when stdout is not a terminal)."""
-    table.show(table.build(store.load_summaries(run_dir) | (results or {})))
+def show(run_dir: Path, results: dict[str, Any] | None = None, under: str = "") -> None:
+    """Prints the table of everything scored in a run on one set (plain text when stdout is not a terminal)."""
+    table.show(table.build(store.load_summaries(run_dir, under) | (results or {})))

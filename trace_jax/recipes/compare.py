@@ -22,41 +22,43 @@ def command(names: tuple[str, str], run_dir: Path | None, config: EvaluationConf
     Raises:
         ConfigError: no such results, or results on different episodes.
     """
-    sides = [_find(name, run_dir) for name in names]
-    summaries = [_summary(run, agent) for run, agent in sides]
+    sides = [_find(name, run_dir, config.set) for name in names]
+    summaries = [_summary(run, agent, config.set) for run, agent in sides]
     if kind_of(dict(enumerate(summaries))) is not KINDS["ads"]:
         raise ConfigError(
             "--compare is for results of `environment.name` ads: the report compares the agents of search"
         )
     verified = compare.check_benchmark(*summaries)
-    records = [store.load_records(run, agent) for run, agent in sides]
+    records = [store.load_records(run, agent, under=config.set) for run, agent in sides]
     result = {**compare.compare(*records, config, seed=seed), "verified": verified}
     labels = _labels(sides)
     table.show(compare.table(result, labels))
     return {"compare": list(labels), **result}
 
 
-def _find(name: str, run_dir: Path | None) -> tuple[Path, str]:
+def _find(name: str, run_dir: Path | None, under: str) -> tuple[Path, str]:
     """Run directory and agent that a name stands for."""
     run, _, agent = name.rpartition(":")
     if run and Path(run).is_dir():
         return Path(run), agent
-    if run_dir is not None and name in store.load_summaries(run_dir):
+    if run_dir is not None and name in store.load_summaries(run_dir, under):
         return run_dir, name
     if Path(name).is_dir():
-        known = store.load_summaries(name)
+        known = store.load_summaries(name, under)
         found = next((stage for stage in _STAGES if stage in known), next(iter(known), None))
         if found is None:
-            raise ConfigError(f"{name} holds no results: run `trace-jax eval --run-dir {name}` first")
+            flag, of = (f" --set {under}", f" on the {under} set") if under else ("", "")
+            raise ConfigError(f"{name} holds no results{of}: run `trace-jax eval --run-dir {name}{flag}` first")
         return Path(name), found
-    own = "" if run_dir is None else f" ({run_dir} has {', '.join(store.load_summaries(run_dir)) or 'no results'})"
+    has = None if run_dir is None else ", ".join(store.load_summaries(run_dir, under)) or "no results"
+    own = "" if has is None else f" ({run_dir} has {has})"
     raise ConfigError(
         f"--compare {name}: neither a run directory, nor RUN:AGENT, nor an agent of --run-dir that was evaluated{own}"
     )
 
 
-def _summary(run: Path, agent: str) -> dict[str, Any]:
-    known = store.load_summaries(run)
+def _summary(run: Path, agent: str, under: str) -> dict[str, Any]:
+    known = store.load_summaries(run, under)
     if agent not in known:
         raise ConfigError(
             f"{run} has no results of {agent}: it has {', '.join(known) or 'none'}; run `trace-jax eval "

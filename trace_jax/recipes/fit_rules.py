@@ -10,6 +10,7 @@ import duckdb
 import numpy as np
 
 from trace_jax.config import ConfigError, RunConfig
+from trace_jax.evaluation import sets
 from trace_jax.evaluation.finders import agents, rules
 from trace_jax.evaluation.finders.agents import FINDERS
 from trace_jax.recipes.interrupt import Interrupt
@@ -32,6 +33,7 @@ def fit_rules(
     Raises:
         ConfigError: too few episodes, or a file that cannot be written.
     """
+    config = sets.applied(config)
     size = config.data.train if episodes is None else episodes
     if not FEWEST <= size <= config.data.train:
         raise ConfigError(
@@ -84,6 +86,7 @@ def _how(config: RunConfig, size: int) -> dict[str, Any]:
         "episodes": size,
         "of": config.data.train,
         "data_seed": config.data.seed,
+        "set": config.evaluation.set,
         "difficulty": config.simulator.difficulty,
         "simulator_code": settings["code"],
         "objective": "most fully right answers; coordinate ascent, thresholds to the middle of their best stretch",

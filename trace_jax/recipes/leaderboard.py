@@ -35,7 +35,7 @@ def command(runs: Sequence[Path], out: Path | None, config: EvaluationConfig, se
     """
     if out is not None:
         out = study_place.for_table(out)
-    entries, policies = _entries(runs)
+    entries, policies = _entries(runs, config.set)
     benchmark = leaderboard.check(entries)
     shown = leaderboard.table(entries, benchmark)
     rivals = [e for e in entries if e.label in leaderboard.RIVALS]
@@ -46,7 +46,8 @@ def command(runs: Sequence[Path], out: Path | None, config: EvaluationConfig, se
         table.show(part)
         print()
     if missing:
-        print(f"not evaluated: {', '.join(missing)}; `trace-jax eval --run-dir {runs[0]} --agent NAME` adds one")
+        adds = f"`trace-jax eval --run-dir {runs[0]}{_flag(config.set)} --agent NAME` adds one"
+        print(f"not evaluated: {', '.join(missing)}; {adds}")
     result = {
         "benchmark": benchmark,
         "agents": {e.label: dict(e.summary) for e in entries},
@@ -60,7 +61,11 @@ def command(runs: Sequence[Path], out: Path | None, config: EvaluationConfig, se
     return result
 
 
-def _entries(runs: Sequence[Path]) -> tuple[list[Entry], list[Entry]]:
+def _flag(under: str) -> str:
+    return f" --set {under}" if under else ""
+
+
+def _entries(runs: Sequence[Path], under: str) -> tuple[list[Entry], list[Entry]]:
     """All agents in the order of the table, and of each run the most advanced policy that was trained."""
     if len({run.resolve() for run in runs}) != len(runs):
         raise ConfigError(f"--table {' '.join(map(str, runs))} names a run twice: leave one out")
@@ -68,9 +73,10 @@ def _entries(runs: Sequence[Path]) -> tuple[list[Entry], list[Entry]]:
     own: list[Entry] = []
     policies: list[Entry] = []
     for run in runs:
-        known = store.load_summaries(run)
+        known = store.load_summaries(run, under)
         if not known:
-            raise ConfigError(f"{run} holds no results: run `trace-jax eval --run-dir {run}` first")
+            of = f" on the {under} set" if under else ""
+            raise ConfigError(f"{run} holds no results{of}: run `trace-jax eval --run-dir {run}{_flag(under)}` first")
         if kind_of(known) is not _KIND:
             raise ConfigError(f"{run} holds results of `environment.name` search: --table is for those of ads")
         prefix = f"{run.resolve().name}: " if len(runs) > 1 else ""
@@ -78,7 +84,7 @@ def _entries(runs: Sequence[Path]) -> tuple[list[Entry], list[Entry]]:
         for name in [*_FIXED, *order]:
             if name not in known:
                 continue
-            records = store.load_records(run, name)
+            records = store.load_records(run, name, under=under)
             if name in _FIXED:
                 fixed.setdefault(name, Entry(name, known[name], str(run), records))
                 continue

@@ -123,12 +123,13 @@ def refuse_changes(stored: RunConfig, config: RunConfig, may: tuple[str, ...], c
 # Fields that runs of earlier versions lack; they did what the defaults say.
 ADDED = (
     *(f"rollout.{n}" for n in ("top_k", "top_p", "min_p", "decode_steps", "stale_cache", "tool_queue_seconds")),
-    *(f"evaluation.{n}" for n in ("top_k", "top_p", "min_p", "rules")),
+    *(f"evaluation.{n}" for n in ("top_k", "top_p", "min_p", "rules", "set")),
     *(f"grpo.{n}" for n in ("baseline", "lost_members", "constant_groups", "resample_limit", "dual_clip")),
     *(f"grpo.{n}" for n in ("old_policy", "correction", "overlong", "kl_estimator", "staleness", "weight_sync")),
     *("grpo.validation_samples", "grpo.keep_best", "grpo.microbatch.buckets", "sft.microbatch.buckets"),
     *("mesh.rollout", "save_in_background", "grpo.turn_credit", "environment.name", "search", "grpo.hints"),
     *("sft.without", "sft.searches", "rollout.weights", "environment.penalty_false_cause"),
+    "simulator.verified",
     *("capability", "endpoint", "environment.worlds", "lora", "chat", "rollout.replay_routes"),
     *(f"policy.{n}" for n in ("vocab_size", "rotary_fraction", "attention_gate", "norm_offset", "norm_topk_prob")),
     *(f"policy.{n}" for n in ("mixers", "delta_", "conv_width", "expert", "shared_expert", "param_dtype")),

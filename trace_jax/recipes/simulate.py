@@ -14,7 +14,7 @@ import numpy as np
 
 from trace_jax.config import ConfigError, RunConfig, SimulatorConfig
 from trace_jax.config_rules import RANGES, shown
-from trace_jax.evaluation import identity
+from trace_jax.evaluation import identity, sets
 from trace_jax.recipes.interrupt import Interrupt
 from trace_jax.recipes.progress import Bar, Progress
 from trace_jax.simulator.accepted import CHUNK, Place, accepted_chunks, balanced_composition
@@ -60,6 +60,7 @@ def simulate(
             accepted episodes, a full disk.
     """
     check(names, episodes)
+    config = sets.applied(config)
     sizes = {name: getattr(config.data, name) for name in dict.fromkeys(names or splits.SPLITS)}
     sizes = sizes if episodes is None else {EPISODES: episodes}
     plan = {name: _plan(config, name, size, composition, chunk) for name, size in sizes.items()}

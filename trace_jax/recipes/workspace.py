@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trace_jax.config import ConfigError, MeshConfig, RunConfig
 from trace_jax.environments.base import Environment
+from trace_jax.evaluation import sets
 from trace_jax.learner import sharding
 from trace_jax.learner.checkpoint import CheckpointStore
 from trace_jax.learner.objectives import Objective
@@ -318,11 +319,11 @@ class Workspace:
     def environment(self, split: str) -> Environment:
         """The tasks of a split; what is expensive to make is kept under `data/` of the run directory."""
         if split not in self._environments:
-            make = domain_of(self.config).split
+            make, config = domain_of(self.config).split, sets.applied(self.config) if split == "test" else self.config
             self._environments[split] = processes.in_turn(
                 self.interrupt,
                 f"environment-{split}",
-                lambda: make(self.config, split, self.run.folder("data"), self.interrupt.check),
+                lambda: make(config, split, self.run.folder("data"), self.interrupt.check),
             )
         return self._environments[split]
 

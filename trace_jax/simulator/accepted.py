@@ -83,7 +83,8 @@ def accepted_chunks(
     on_progress: Callable[[int, int], None] | None = None,
     max_proposals: int = 200,
 ) -> Iterator[Chunk]:
-    """The accepted episodes of a stream in chunks of `chunk` episodes (the last may be smaller).
+    """The accepted episodes of a stream in chunks of `chunk` episodes (the last may be smaller); all proposals without
+    `config.verified`.
 
     Proposals run in full batches; accepted ones that a chunk has no room for wait for the next. Their number, and with
     it the memory, is bounded by one chunk and one batch.
@@ -115,7 +116,7 @@ def accepted_chunks(
             which = np.repeat(np.arange(len(strata)), count)
             offset = np.concatenate([np.arange(n) for n in count])
             out = simulate_rows(config, key, code[which], dims[which], proposed[which] + offset, params, oracle)
-            rows = np.flatnonzero(out[1].accept)
+            rows = np.flatnonzero(np.asarray(out[1].accept) | (not config.verified))
             waiting.append((which[rows], jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], out)))
             proposed += count
             found += np.bincount(which[rows], minlength=len(strata))

@@ -66,15 +66,20 @@ def card(manifest: Mapping[str, Any]) -> str:
     settings, splits = manifest["settings"], manifest["splits"]
     total = sum(entry["episodes"] for entry in splits.values())
     simulator = settings.get("simulator", {})
+    verified = (
+        "An independent verifier that reads only those tables has accepted every episode: the cause can be found in "
+        "the data."
+        if simulator.get("verified", True)
+        else "No verifier has looked at them: in some episodes the cause cannot be found in the data."
+    )
     difficulty = f" Difficulty: {simulator['difficulty']}." if "difficulty" in simulator else ""
     first = next(iter(splits))
     sections = [
         _metadata(splits),
         f"# Advertising campaigns with a known cause ({total:,} episodes)",
         "Simulated advertising campaigns, each with a hidden intervention (or none) in the second half of its window, "
-        "and the tables an analyst would see. An independent verifier that reads only those tables has accepted every "
-        f"episode: the cause can be found in the data.{difficulty} No real advertiser, campaign or person is in here. "
-        "Made by `trace-jax simulate`; the simulator and its sources: `docs/simulator.md` of trace-jax.",
+        f"and the tables an analyst would see. {verified}{difficulty} No real advertiser, campaign or person is in "
+        "here. Made by `trace-jax simulate`; the simulator and its sources: `docs/simulator.md` of trace-jax.",
         "**`hidden/` holds the truth.** Give an agent under test the tables in `visible/` only. Ids, order of rows and "
         "file boundaries say nothing about the cause.",
         "## Load\n\n"
@@ -127,7 +132,8 @@ def _composition(splits: Mapping[str, Any]) -> str:
     return (
         "## Composition and acceptance\n\n"
         "Episodes by cause, with the number of attributes in the driver slice in brackets; proposals that were "
-        "examined up to the last one taken, and the share of them that the verifier accepted.\n\n"
+        "examined up to the last one taken, and the share of them that was taken: those that the verifier "
+        "accepted, or all where it was not asked (`simulator.verified`).\n\n"
         "| split | cause | episodes (slice attributes) | proposals | accepted |\n|---|---|---|---|---|\n"
         + "\n".join(rows)
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from trace_jax.evaluation.finders.leaves import Element, Leaves, elements
+from trace_jax.evaluation.finders.leaves import Element, Leaves, cuboid
 
 EXPLAINED, EACH = 0.67, 0.10  # of the change: by all elements that are taken, and at least by each of them
 
@@ -66,8 +66,8 @@ def candidates(leaves: Leaves, *, ratio: bool = True) -> list[Candidate]:
     """
     found = []
     for a in range(leaves.codes.shape[1]):
-        names, inside = elements(leaves.codes, (a,))
-        top, bottom = leaves.top @ inside.T, leaves.bottom @ inside.T
+        values = cuboid(leaves.codes, (a,))
+        top, bottom = (np.stack([values.sums(row) for row in rows]) for rows in (leaves.top, leaves.bottom))
         power = explanatory_power(top, bottom if ratio else None)
         startle = surprise(top) + (surprise(bottom) if ratio else 0.0)
         order = [i for i in np.argsort(-startle, kind="stable") if power[i] > EACH]
@@ -75,7 +75,9 @@ def candidates(leaves: Leaves, *, ratio: bool = True) -> list[Candidate]:
         if len(enough):
             taken = order[: enough[0] + 1]
             found.append(
-                Candidate(tuple(names[i] for i in taken), float(power[taken].sum()), float(startle[taken].sum()))
+                Candidate(
+                    tuple(values.element(i) for i in taken), float(power[taken].sum()), float(startle[taken].sum())
+                )
             )
     return sorted(found, key=lambda c: -c.surprise)
 

@@ -1,7 +1,7 @@
 """A measure before and after, by leaf: what root-cause localisation over many attributes starts from.
 
 Axis letters: G leaves (full assignments of the attributes), A attributes, N elements (values of some of the
-attributes).
+attributes; all values of a set of attributes are its cuboid).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from trace_jax.evaluation.finders.campaign import Campaign, Pair
 from trace_jax.simulator.vocabulary import ATTRIBUTES, DRIVER_ATTRIBUTES
 
-MAX_ATTRIBUTES = 2  # an answer fixes one or two
+MAX_ATTRIBUTES = 2  # an answer fixes one or two; tables of other origin may ask for more
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Element:
 
 @dataclass(frozen=True)
 class Leaves:
-    """A ratio of two sums in each leaf.
+    """A ratio of two sums in each leaf, or a plain measure: `Leaves.plain`.
 
     Attributes:
         codes: of each leaf's value of each attribute.
@@ -38,6 +38,13 @@ class Leaves:
     codes: Int[np.ndarray, "G A"]
     top: Float[np.ndarray, "2 G"]
     bottom: Float[np.ndarray, "2 G"]
+
+    @classmethod
+    def plain(
+        cls, codes: Int[np.ndarray, "G A"], forecast: Float[np.ndarray, " G"], actual: Float[np.ndarray, " G"]
+    ) -> Leaves:
+        """A measure that adds up: the table of forecast and actual values on which the literature tests finders."""
+        return cls(codes, np.stack([forecast, actual]), np.ones((2, len(codes))))
 
     @property
     def measure(self) -> Float[np.ndarray, "2 G"]:
@@ -49,16 +56,39 @@ class Leaves:
         return Leaves(self.codes[keep], self.top[:, keep], self.bottom[:, keep])
 
 
-def cuboids(attributes: int, layer: int) -> list[tuple[int, ...]]:
-    """All sets of so many attributes."""
-    return list(combinations(range(attributes), layer))
+@dataclass(frozen=True)
+class Cuboid:
+    """The elements of some attributes that occur among leaves.
+
+    Attributes:
+        attributes: their numbers.
+        codes: values of each element, in lexicographic order.
+        of: place of each leaf's element in `codes`.
+    """
+
+    attributes: tuple[int, ...]
+    codes: Int[np.ndarray, "N layer"]
+    of: Int[np.ndarray, " G"]
+
+    def sums(self, x: Float[np.ndarray, " G"]) -> Float[np.ndarray, " N"]:
+        """Sum of a leaf's quantity over the leaves of each element."""
+        return np.bincount(self.of, x, len(self.codes))
+
+    def element(self, i: int) -> Element:
+        return Element(self.attributes, tuple(self.codes[i].tolist()))
 
 
-def elements(codes: Int[np.ndarray, "G A"], cuboid: tuple[int, ...]) -> tuple[list[Element], Bool[np.ndarray, "N G"]]:
-    """The elements that occur in a cuboid, and which leaves belong to each."""
-    values, inverse = np.unique(codes[:, cuboid], axis=0, return_inverse=True)
-    inside = np.arange(len(values))[:, None] == inverse.reshape(-1)[None]
-    return [Element(cuboid, tuple(v)) for v in values.tolist()], inside
+def cuboid(codes: Int[np.ndarray, "G A"], attributes: tuple[int, ...]) -> Cuboid:
+    """The cuboid of a set of attributes; time and memory grow with the leaves, not with leaves times elements."""
+    chosen = codes[:, attributes]
+    sizes = tuple((chosen.max(0) + 1).tolist()) if len(chosen) else (1,) * len(attributes)
+    keys, of = np.unique(np.ravel_multi_index(chosen.T, sizes), return_inverse=True)
+    return Cuboid(attributes, np.stack(np.unravel_index(keys, sizes), 1), of)
+
+
+def layer(codes: Int[np.ndarray, "G A"], size: int) -> list[Cuboid]:
+    """The cuboids of all sets of so many attributes."""
+    return [cuboid(codes, attributes) for attributes in combinations(range(codes.shape[1]), size)]
 
 
 def deviation(forecast: Float[np.ndarray, " G"], actual: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:

@@ -11,21 +11,25 @@ over its leaves. Layer by layer, the first whose risk reaches a threshold and wh
 change) is the largest is a root cause; its leaves are taken away and the search goes on while the rest explains
 anything.
 
-Simplified: elements have at most as many attributes as an answer may name, and there are so few that pruning is left
-out (it saves time only). For a ratio the measure of a leaf is its own ratio, as in the published code. Thresholds are
+Simplified: elements have at most as many attributes as an answer may name (`layers`), and pruning is left out (it saves
+time only). For a ratio the measure of a leaf is its own ratio, as in the published code. Thresholds are
 the paper's.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+
 import numpy as np
 from jaxtyping import Bool, Float
 
-from trace_jax.evaluation.finders.leaves import MAX_ATTRIBUTES, Element, Leaves, cuboids, deviation, elements
+from trace_jax.evaluation.finders.leaves import MAX_ATTRIBUTES, Cuboid, Element, Leaves, deviation, layer
 
 RISK = 0.5  # of a root cause, at least
 EXPLAINED = 0.02  # of the abnormal part's change, at least
 OUTLIERS = 5  # scores at either end that do not decide where the cut lies
+_ROUNDING = 1e-9  # a single leaf of full weight has a risk of exactly RISK, which rounding must not decide
 
 
 def find(leaves: Leaves) -> Element | None:
@@ -58,8 +62,8 @@ def risk(
     return float(heavy / (heavy + light + 1.0) - (rippled / own if own > 0 else 0.0))
 
 
-def localise(leaves: Leaves, most: int | None = None) -> list[Element]:
-    """Root causes in the order in which they are found, at most so many."""
+def localise(leaves: Leaves, most: int | None = None, layers: int = MAX_ATTRIBUTES) -> list[Element]:
+    """Root causes in the order in which they are found, at most so many, of at most `layers` attributes each."""
     f, v = leaves.measure
     score = deviation(f, v)
     line = cut(score)
@@ -72,8 +76,10 @@ def localise(leaves: Leaves, most: int | None = None) -> list[Element]:
         power = -power
     bar = EXPLAINED * power[abnormal].sum()
     left, found = np.ones(len(f), bool), []
+    tables = functools.cache(functools.partial(layer, leaves.codes))
     while abnormal[left].any() and power[abnormal & left].sum() >= bar and (most is None or len(found) < most):
-        cause = _search(leaves, score, f, v, abnormal, weight, power, left, bar)
+        searched = (tables(size) for size in range(1, min(layers, leaves.codes.shape[1]) + 1))
+        cause = _search(searched, score, f, v, abnormal, weight, power, left, bar)
         if cause is None:
             break
         found.append(cause[0])
@@ -82,7 +88,7 @@ def localise(leaves: Leaves, most: int | None = None) -> list[Element]:
 
 
 def _search(
-    leaves: Leaves,
+    layers: Iterable[list[Cuboid]],
     score: Float[np.ndarray, " G"],
     f: Float[np.ndarray, " G"],
     v: Float[np.ndarray, " G"],
@@ -93,18 +99,16 @@ def _search(
     bar: float,
 ) -> tuple[Element, Bool[np.ndarray, " G"]] | None:
     """The risky element of the lowest layer that explains most, and its leaves."""
-    attributes = leaves.codes.shape[1]
-    for layer in range(1, min(MAX_ATTRIBUTES, attributes) + 1):
+    for cuboids in layers:
         best, most = None, bar
-        for cuboid in cuboids(attributes, layer):
-            names, inside = elements(leaves.codes, cuboid)
-            inside = inside & left
-            explains = inside @ power
+        for cuboid in cuboids:
+            explains = np.where(cuboid.sums(abnormal & left) > 0, cuboid.sums(power * left), -np.inf)
             for i in np.argsort(-explains, kind="stable"):
                 if explains[i] <= most:
                     break
-                if (inside[i] & abnormal).any() and risk(score, f, v, abnormal, weight, inside[i]) >= RISK:
-                    best, most = (names[i], inside[i]), float(explains[i])
+                inside = left & (cuboid.of == i)
+                if risk(score, f, v, abnormal, weight, inside) >= RISK - _ROUNDING:
+                    best, most = (cuboid.element(i), inside), float(explains[i])
                     break
         if best is not None:
             return best

@@ -26,6 +26,7 @@ from trace_jax.simulator import slices
 from trace_jax.simulator.causes import CAUSE_NAMES, CAUSES, NO_SIGNAL
 
 FILE = Path(__file__).with_name("rules.json")
+BUNDLED = {"": FILE, "hard": FILE.with_name("rules_hard.json")}  # by what they were fitted for: `evaluation.set`
 TWO = "two_attributes"  # threshold on top for a slice of two attributes: there are five times as many of them
 _NEVER = -np.inf
 
@@ -194,12 +195,12 @@ def thresholds(path: str, agent: str) -> dict[str, float]:
     """The fitted thresholds of a finder.
 
     Args:
-        path: a file of `trace-jax fit-rules`; empty: the one in the package.
+        path: a file of `trace-jax fit-rules`, or one of the package by its name in `BUNDLED`.
 
     Raises:
         ConfigError: the file cannot be read or lacks a threshold.
     """
-    return _stored(Path(path) if path else FILE, agent)
+    return _stored(BUNDLED.get(path, Path(path)), agent)
 
 
 @functools.lru_cache(maxsize=32)  # asked for at every episode
