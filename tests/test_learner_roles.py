@@ -1,9 +1,12 @@
 """Which devices learn and which sample: shapes and refusals (the engine on them: test_rollout_devices.py)."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from trace_jax.config import ConfigError, MeshConfig
 from trace_jax.learner.roles import role_meshes, set_apart
+from trace_jax.rollout.placement import check_compiled
 
 
 def on(count, **fields):
@@ -47,3 +50,26 @@ def test_devices_set_apart():
 def test_what_cannot_be(fields, says):
     with pytest.raises(ConfigError, match=says):
         on(8, **fields)
+
+
+class _Chip(_Device):
+    def __init__(self, number, kind, slices=1):
+        super().__init__(number)
+        self.device_kind, self.slice_index = kind, number % slices
+
+
+@pytest.mark.parametrize(
+    ("kind", "chips", "slices", "together", "refused"),
+    [
+        ("TPU v5 lite", 16, 1, 4, False),
+        ("TPU v5 lite", 32, 1, 4, True),
+        ("TPU v5 lite", 32, 1, 32, False),
+        ("TPU v5 lite", 32, 1, 1, False),
+        ("TPU v5 lite", 32, 2, 4, False),  # two slices of 16
+        ("TPU v5", 256, 1, 4, False),
+    ],
+)
+def test_parts_of_large_v5e_slices_have_no_programs(kind, chips, slices, together, refused):
+    devices = [_Chip(i, kind, slices) for i in range(chips)]
+    with pytest.raises(ConfigError, match="4 of the 32 chips") if refused else nullcontext():
+        check_compiled(together, "a sampling lane", "set `tensor` to 1", devices)

@@ -33,7 +33,7 @@ from trace_jax.policy.grouped import matmul, outer
 from trace_jax.policy.lora import Adapters, Pair
 from trace_jax.policy.placement import ANYWHERE, Placement
 
-TOKENS = 8192  # whose copies exist at a time; enough that an expert's matrices are read for a hundred copies or more
+TOKENS = 8192  # whose copies exist at a time; enough that an expert of 256 is read for a hundred copies or more
 GATE, UP, DOWN = NAMES = ("expert_gate", "expert_up", "expert_down")
 AXES = {GATE: ("experts", "embed", "mlp"), UP: ("experts", "embed", "mlp"), DOWN: ("experts", "mlp", "embed")}
 

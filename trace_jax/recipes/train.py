@@ -32,6 +32,7 @@ from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.rundir import ADAPTERS, RunDirectory, stored_config
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.report import html
+from trace_jax.rollout.placement import check_compiled
 
 
 def command(
@@ -108,6 +109,9 @@ def check(config: RunConfig) -> None:
     turn_probe.check(config)
     mesh, sampling = role_meshes(config.mesh)
     processes.check_lanes(config, sampling)
+    check_compiled(mesh.size, "the learner", "set `mesh.rollout_devices` to 0", jax.devices())
+    lane = sampling.shape["tensor"] * sampling.shape["expert"]
+    check_compiled(lane, "a sampling lane", "set `tensor` and `expert` to 1", jax.devices())
     apart = set_apart(mesh, sampling)
     field = "tensor" if sampling is mesh else "rollout_tensor"
     if config.policy.kv_heads % sampling.shape["tensor"]:

@@ -54,6 +54,10 @@ class Place:
 
 
 HostOf = Callable[[jax.Device], int]
+# Chips of the largest slice for whose parts there are programs of several chips, by kind of device. Of a larger one XLA
+# (libtpu 0.0.42) compiles programs of one chip and of all: "on platforms with limited ICI routing device assignment
+# should include all slice devices".
+LARGEST_DIVIDED = {"TPU v5 lite": 16}
 
 
 def process_of(device: jax.Device) -> int:
@@ -75,8 +79,32 @@ def owners(mesh: Mesh, host_of: HostOf = process_of) -> list[tuple[int, ...]]:
     return [tuple(sorted({host_of(device) for device in devices.flat})) for devices in _blocks(mesh)]
 
 
+def check_compiled(together: int, what: str, mend: str, devices: Sequence[jax.Device]) -> None:
+    """Refuses programs that the compiler of a TPU does not make.
+
+    Args:
+      together: chips that work on one program. what: the role that they have. mend: fields that change it.
+      devices: of the whole job.
+
+    Raises:
+      ConfigError: several chips of a slice that is larger than `LARGEST_DIVIDED`, and not all of them.
+    """
+    kind, own = getattr(devices[0], "device_kind", ""), getattr(devices[0], "slice_index", None)
+    most, chips = LARGEST_DIVIDED.get(kind), sum(getattr(d, "slice_index", None) == own for d in devices)
+    if most is not None and chips > most and 1 < together < chips:
+        raise ConfigError(
+            f"{what} has {together} of the {chips} chips of a {kind} slice, and for slices of more than {most} its "
+            f"compiler makes programs of one chip or of all: {mend}, or take slices of {most} chips, v5p or v6e"
+        )
+
+
 def lane_places(
-    mesh: Mesh, layout: Any, kv_heads: int, around: Any = None, host_of: HostOf = process_of
+    mesh: Mesh,
+    layout: Any,
+    kv_heads: int,
+    around: Any = None,
+    host_of: HostOf = process_of,
+    devices: Sequence[jax.Device] | None = None,
 ) -> list[Place]:
     """One place for each block of `tensor x expert` devices of the mesh of which this process owns some.
 
@@ -84,10 +112,13 @@ def lane_places(
       layout: sharding of every parameter on the mesh; needed when a lane has several devices.
       around: the same of what adapters work on.
       host_of: the process that has a device.
+      devices: of the whole job; by default all there are.
 
     Raises:
-      ConfigError: the heads do not split, or no device of a lane is in this process.
+      ConfigError: the heads do not split, no device of a lane is in this process, or as `check_compiled`.
     """
+    lane = mesh.shape["tensor"] * mesh.shape["expert"]
+    check_compiled(lane, "a sampling lane", "set `tensor` and `expert` to 1", devices or jax.devices())
     tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
     places = []
     for number, (devices, found) in enumerate(zip(_blocks(mesh), owners(mesh, host_of), strict=True)):

@@ -29,7 +29,7 @@ from trace_jax.policy.quantised import in_use, layout_in_use
 from trace_jax.policy.transformer import Transformer, logical_axes
 from trace_jax.recipes import processes
 from trace_jax.recipes.ahead.topology import Topology
-from trace_jax.rollout.placement import Place, lane_places, owners
+from trace_jax.rollout.placement import Place, check_compiled, lane_places, owners
 from trace_jax.rollout.programs import ACCELERATOR_CHUNKS, Programs, State, cache_like
 from trace_jax.rollout.sampling import Sampling
 
@@ -71,6 +71,7 @@ class Job:
         self.vocab_size = config.policy.vocab_size or config.tokenizer.vocab_size
         self.mesh, self.sampling_mesh = role_meshes(config.mesh, topology.devices, topology.host_of)
         self.apart = set_apart(self.mesh, self.sampling_mesh)
+        check_compiled(self.mesh.size, "the learner", "set `mesh.rollout_devices` to 0", topology.devices)
         packing.validate(config.grpo.microbatch, "grpo.microbatch", self.ways(self.mesh))
         processes.check_lanes(config, self.sampling_mesh, topology.host_of)
         if config.rollout.context > config.grpo.microbatch.row_length:
@@ -221,7 +222,14 @@ class Job:
             around = lora.Frozen(sharding.shardings(base, logical_axes(model), self.sampling_mesh), whole)
         layout = sharding.shardings(like, axes, self.sampling_mesh)
         layout, around = (layout_in_use(x, self.config.rollout.weights) for x in (layout, around))
-        return lane_places(self.sampling_mesh, layout, self.config.policy.kv_heads, around, self.topology.host_of)[0]
+        return lane_places(
+            self.sampling_mesh,
+            layout,
+            self.config.policy.kv_heads,
+            around,
+            self.topology.host_of,
+            self.topology.devices,
+        )[0]
 
     def _sampling(self, depth: int) -> list[Program]:
         policy = self.config.policy

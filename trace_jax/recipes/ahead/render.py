@@ -32,16 +32,16 @@ def verdict(r: dict[str, Any]) -> str:
     if r["fits"]:
         return f"fits: {shown}, {r['headroom']:.0%} free"
     if r["no_sampler"]:
-        return f"does not fit: {shown}; there can be no sampler: {r['no_sampler']}"
+        return f"cannot run: {shown}; there can be no sampler: {r['no_sampler']}"
     refused = [f"{n} needs {p['refused'] / GB:.1f} GB by itself" for n, p in r["programs"].items() if p["refused"]]
     return f"does not fit: {shown}, at least 5% must stay free" + "".join(f"; {line}" for line in refused)
 
 
 def suggestion(r: dict[str, Any]) -> str | None:
     """What to change, None for a run that fits."""
-    if r["fits"]:
-        return None
     found = r.get("suggestion")
+    if r["fits"] or (r["no_sampler"] and found is None):
+        return None
     if found is None and r["memory"]["sampler_parameters"] > r["memory"]["limit"]:
         mesh = r["sampling_mesh"] or r["mesh"]
         return (
