@@ -94,6 +94,21 @@ def test_numbers_do_not_depend_on_the_length_of_the_cache(heads, kv_heads, width
     assert all(np.array_equal(results[0], other) for other in results[1:])
 
 
+def test_long_chunks_attend_a_part_at_a_time(monkeypatch):
+    """Equal to the whole chunk, whatever the length of the cache to the last bit, and no scores of all of it."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(3, 16, 4, 8)).astype(np.float32)
+    k, v = rng.normal(size=(2, 3, 40, 2, 8)).astype(np.float32)
+    positions = np.tile(np.arange(24, 40), (3, 1))
+    whole = attention.cache_attention(q, *in_blocks(k, v, 5), positions)
+    monkeypatch.setattr(attention, "QUERIES", 4)
+    short, long = (jax.jit(attention.cache_attention)(q, *in_blocks(k, v, n), positions) for n in (5, 9))
+    np.testing.assert_allclose(short, whole, atol=1e-6)
+    np.testing.assert_array_equal(short, long)
+    text = str(jax.make_jaxpr(attention.cache_attention)(q, *in_blocks(k, v, 5), positions))
+    assert "f32[1,2,5,8,8]" in text and "f32[3,2,5,32,8]" not in text  # rows, heads of keys, blocks, queries, positions
+
+
 def test_cache_attention_sees_the_cache_up_to_the_query():
     q, k, v, _ = arrays(20)
     k_cache, v_cache = in_blocks(k, v, 3)

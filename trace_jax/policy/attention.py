@@ -18,6 +18,9 @@ from jaxtyping import Array, Float, Int
 
 CACHE = 2**20  # bytes of scores that stay in the second-level cache of a core
 HIDDEN = -1e30  # score of a key that a query must not see: its weight underflows to exactly zero
+QUERIES = (
+    128  # of a row whose scores over the cache exist at a time; whatever the cache's length, see `cache_attention`
+)
 
 
 def rope_table(
@@ -180,7 +183,23 @@ def cache_attention(
     multiplied by itself, in matmuls of one shape whatever the length, weights are summed by such a matmul, too, and
     blocks are added in their order, so that those beyond the position add exact zeros. Plain matmuls and reductions
     over the length round differently for another length.
+
+    Long chunks are handled row by row, `QUERIES` tokens at a time: scores of 8 rows of 512 tokens over a cache of
+    32,768 positions would take 8.6 GB for 16 heads.
     """
+    time = positions.shape[1]
+    if time <= QUERIES or time % QUERIES:
+        return _cache_attention(q, k, v, positions)
+
+    def row(given):
+        q, k, v, positions = given
+        parts = (q.reshape(-1, 1, QUERIES, *q.shape[1:]), positions.reshape(-1, 1, QUERIES))
+        return jax.lax.map(lambda part: _cache_attention(part[0], k[None], v[None], part[1]), parts)
+
+    return jax.lax.map(row, (q, k, v, positions)).reshape(q.shape)
+
+
+def _cache_attention(q, k, v, positions):
     rows, kv_heads, blocks, _, length = k.shape
     q = _grouped(q * q.shape[-1] ** -0.5, q.shape[2] // kv_heads)
     _, _, group, time, width = q.shape
