@@ -206,6 +206,12 @@ def main() -> None:
     if args.instances < 1:
         parser.error(f"--instances {args.instances}: take at least 1")
 
+    if args.out:
+        try:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out {args.out}: its folder cannot be made ({error.strerror}), choose another one")
+
     def progress(name: str) -> Callable[[int], Any]:
         return lambda done: print(f"\r{name}: {done}/{args.instances}", end="", file=sys.stderr, flush=True)
 

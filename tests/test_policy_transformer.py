@@ -123,7 +123,7 @@ def decode_all(model, chunks: list[int], length: int = 48, grow_at: int | None =
         valid = np.stack([np.ones(size, bool), np.arange(at, at + size) < 5])
         if grow_at is not None and at + size > cache.length:
             cache = cache.grow(grow_at)
-        h, cache, _ = decode(model, ids, positions, valid, cache, attend=min(cache.length, 16))
+        h, cache, *_ = decode(model, ids, positions, valid, cache, attend=min(cache.length, 16))
         hidden.append(h[0])
         at += size
     logp = jax.nn.log_softmax(model.logits(jnp.concatenate(hidden)))
@@ -145,13 +145,13 @@ def test_tokens_that_are_not_there_write_nothing_and_rows_are_independent(model)
     cache = kv_cache.new(CFG, 3, 16, block=4)
     ids, positions = np.stack([S[:4], T[:4], S[:4]]), np.tile(np.arange(4), (3, 1))
     valid = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]], bool)
-    hidden, cache, _ = decode(model, ids, positions, valid, cache)
+    hidden, cache, *_ = decode(model, ids, positions, valid, cache)
     for k, v in zip(cache.k, cache.v, strict=True):
         assert not np.any(k[2]) and not np.any(v[2]) and not np.any(k[1, :, 0, :, 2:]) and not np.any(k[1, :, 1:])
         assert np.all(np.any(k[0, :, 0], (0, 1)))
     # One row of the batch, through its index, gives the same as the whole batch; the other rows stay as they were.
     empty = kv_cache.new(CFG, 3, 16, block=4)
-    one, touched, _ = decode(model, ids[1:2], positions[:1], valid[1:2], empty, rows=jnp.array([1]))
+    one, touched, *_ = decode(model, ids[1:2], positions[:1], valid[1:2], empty, rows=jnp.array([1]))
     np.testing.assert_allclose(one[0, :2], hidden[1, :2], atol=1e-6)
     assert not np.any(touched.k[0][0])
     moved = kv_cache.new(CFG, 4, 20, block=4).put(jnp.array([3, 9]), cache.take(jnp.array([1, 0])))

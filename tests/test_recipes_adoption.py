@@ -3,7 +3,9 @@
 import errno
 import json
 import shutil
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from etils import epath
 from recipes_helpers import CONFIG, compile_cache, finished_smoke, records, smoke
@@ -105,7 +107,8 @@ def test_an_edited_configuration_is_refused(smoke, capsys):
 def test_key_value_heads_that_do_not_split(monkeypatch):
     config = config_io.load(CONFIG, [("mesh.tensor", "2"), ("policy.kv_heads", "1")])
     shape = {"data": 1, "fsdp": 1, "tensor": 2, "expert": 1}
-    mesh = type("Mesh", (), {"shape": shape})
+    devices = np.array([type("Device", (), {"process_index": 0})() for _ in range(2)])
+    mesh = SimpleNamespace(shape=shape, devices=devices, size=2)
     monkeypatch.setattr(train, "role_meshes", lambda config: (mesh, mesh))
     with pytest.raises(ConfigError, match=r"`mesh.tensor` \(2\) does not divide `policy.kv_heads` \(1\)"):
         train.check(config)

@@ -65,7 +65,7 @@ def load_summaries(run_dir: str | Path, under: str = "") -> dict[str, dict]:
             summary = json.loads(path.read_text(encoding="utf-8"))
             _check_summary(summary)
         except _READING as e:
-            mend = "delete it and run `trace-jax eval` again"
+            mend = f"delete it and run `trace-jax eval{f' --set {under}' if under else ''}` again"
             raise ConfigError(f"{path} holds no results ({_reason(e)}): {mend}") from e
         result[path.stem] = summary
     return result

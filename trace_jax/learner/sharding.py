@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trace_jax.config import ConfigError, MeshConfig
+from trace_jax.policy import kernels
 from trace_jax.policy.placement import ANYWHERE, Placement
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
@@ -34,6 +35,10 @@ RULES: Mapping[str, str | None] = {
     "": None,
 }
 ROWS = ("data", "fsdp")  # mesh axes over which the rows of a batch are split
+# Platforms on which tokens of a row are divided between the parts of a layer. XLA's CPU backend begins collectives that
+# do not need each other in any order, and with two groups of devices in one program some then wait for each other for
+# ever (jaxlib 0.10.2: seen with fsdp 2 x tensor 2).
+DIVIDES_TOKENS = {"tpu", "gpu", "cuda", "rocm"}
 BATCH_SPEC = PartitionSpec(ROWS, None)  # [rows, time]
 # The same for arrays in a training pass, see `policy.placement`: weights are gathered over fsdp.
 IN_USE: Mapping[str, Any] = {
@@ -55,7 +60,7 @@ class MeshPlacement(Placement):
     mesh: AbstractMesh | None = None
 
     def used(self, array, axes):
-        if axes[0] == "tokens" and len(array) % self.mesh.size:
+        if axes[0] == "tokens" and (len(array) % self.mesh.size or kernels.platform() not in DIVIDES_TOKENS):
             axes = ("rows", *axes[1:])
         return self._on(array, [IN_USE[a] for a in axes])
 

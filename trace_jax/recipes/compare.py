@@ -51,7 +51,8 @@ def _find(name: str, run_dir: Path | None, under: str) -> tuple[Path, str]:
             raise ConfigError(f"{name} holds no results{of}: run `trace-jax eval --run-dir {name}{flag}` first")
         return Path(name), found
     has = None if run_dir is None else ", ".join(store.load_summaries(run_dir, under)) or "no results"
-    own = "" if has is None else f" ({run_dir} has {has})"
+    of = f" on the {under} set" if under else ""
+    own = "" if has is None else f" ({run_dir} has {has}{of})"
     raise ConfigError(
         f"--compare {name}: neither a run directory, nor RUN:AGENT, nor an agent of --run-dir that was evaluated{own}"
     )
@@ -60,9 +61,10 @@ def _find(name: str, run_dir: Path | None, under: str) -> tuple[Path, str]:
 def _summary(run: Path, agent: str, under: str) -> dict[str, Any]:
     known = store.load_summaries(run, under)
     if agent not in known:
+        flag, of = (f" --set {under}", f" on the {under} set") if under else ("", "")
         raise ConfigError(
-            f"{run} has no results of {agent}: it has {', '.join(known) or 'none'}; run `trace-jax eval "
-            f"--run-dir {run} --agent {agent}`"
+            f"{run} has no results of {agent}{of}: it has {', '.join(known) or 'none'}; run `trace-jax eval "
+            f"--run-dir {run}{flag} --agent {agent}`"
         )
     return known[agent]
 

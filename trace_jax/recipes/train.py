@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from trace_jax.config import ConfigError, RunConfig
 from trace_jax.learner import credit, multihost, objectives, packing
 from trace_jax.learner.roles import role_meshes, set_apart
@@ -32,7 +34,7 @@ from trace_jax.recipes.interrupt import Interrupt, Interrupted
 from trace_jax.recipes.rundir import ADAPTERS, RunDirectory, stored_config
 from trace_jax.recipes.workspace import Workspace
 from trace_jax.report import html
-from trace_jax.rollout.placement import check_compiled
+from trace_jax.rollout.placement import LANE_MEND, check_compiled
 
 
 def command(
@@ -111,7 +113,7 @@ def check(config: RunConfig) -> None:
     processes.check_lanes(config, sampling)
     check_compiled(mesh.size, "the learner", "set `mesh.rollout_devices` to 0", jax.devices())
     lane = sampling.shape["tensor"] * sampling.shape["expert"]
-    check_compiled(lane, "a sampling lane", "set `tensor` and `expert` to 1", jax.devices())
+    check_compiled(lane, "a sampling lane", LANE_MEND, jax.devices())
     apart = set_apart(mesh, sampling)
     field = "tensor" if sampling is mesh else "rollout_tensor"
     if config.policy.kv_heads % sampling.shape["tensor"]:

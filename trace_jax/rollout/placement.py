@@ -58,6 +58,9 @@ HostOf = Callable[[jax.Device], int]
 # (libtpu 0.0.42) compiles programs of one chip and of all: "on platforms with limited ICI routing device assignment
 # should include all slice devices".
 LARGEST_DIVIDED = {"TPU v5 lite": 16}
+LANE_MEND = (
+    "set mesh.rollout_tensor and mesh.rollout_expert to 1, and mesh.tensor and mesh.expert where lanes have those"
+)
 
 
 def process_of(device: jax.Device) -> int:
@@ -118,7 +121,7 @@ def lane_places(
       ConfigError: the heads do not split, no device of a lane is in this process, or as `check_compiled`.
     """
     lane = mesh.shape["tensor"] * mesh.shape["expert"]
-    check_compiled(lane, "a sampling lane", "set `tensor` and `expert` to 1", devices or jax.devices())
+    check_compiled(lane, "a sampling lane", LANE_MEND, devices or jax.devices())
     tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
     places = []
     for number, (devices, found) in enumerate(zip(_blocks(mesh), owners(mesh, host_of), strict=True)):
@@ -128,7 +131,10 @@ def lane_places(
             places.append(Place(devices.flat[0], lane=number))
             continue
         if kv_heads % tensor:
-            raise ConfigError(f"policy.kv_heads {kv_heads} does not split over mesh.tensor {tensor}: change one")
+            raise ConfigError(
+                f"policy.kv_heads {kv_heads} does not split over the {tensor} devices that share the heads of a sampling "
+                "lane (mesh.tensor, or mesh.rollout_tensor where lanes have a shape of their own): change one"
+            )
         lane = Mesh(devices.reshape(1, 1, tensor, expert), mesh.axis_names, axis_types=mesh.axis_types)
         params, frozen = jax.tree.map(lambda s, lane=lane: NamedSharding(lane, _without_rows(s.spec)), (layout, around))
         heads = NamedSharding(lane, PartitionSpec(None, "tensor"))

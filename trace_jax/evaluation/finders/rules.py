@@ -212,5 +212,5 @@ def _stored(path: Path, agent: str) -> dict[str, float]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"`evaluation.rules` {path} holds no thresholds for {agent} ({type(error).__name__}): make it with "
-            "`trace-jax fit-rules --out FILE`"
+            "`trace-jax fit-rules --out FILE` (and the `--evaluation.set` that it is for)"
         ) from error

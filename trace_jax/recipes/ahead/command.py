@@ -22,7 +22,7 @@ def command(config: RunConfig, topology: str, rollout: bool = False, out: Path |
 
     Args:
         topology: see `topology.parse`.
-        rollout: also the sampler's programs, for two small depths. Without them its memory is what its arrays take.
+        rollout: also the sampler's programs. Without them its memory is what its arrays take.
         out: directory for the report as `<config>.json` and `<config>.md`.
 
     Returns:
@@ -45,18 +45,17 @@ def command(config: RunConfig, topology: str, rollout: bool = False, out: Path |
         if report.too_large(job):
             progress.note("nothing is compiled: what stays in a chip's memory is too much already")
             programs = []
-        found: dict[tuple[str, int], Compiled] = {}
+        found: dict[str, Compiled] = {}
         with progress.bar("compile", len(programs)) as bar:
             for done, program in enumerate(programs):
                 interrupt.check()
-                layers = "" if program.layers == config.policy.layers else f" of {program.layers} layers"
-                progress.note(f"compiling {program.name}{layers} for {topology}; minutes, and longer on few cores")
+                progress.note(f"compiling {program.name} for {topology}; minutes, and longer on few cores")
                 begun = time.perf_counter()
                 mesh = job.mesh_of(program)
                 with kernels.standing_in(partial(kernels.flash, interpret=True) if devices.estimate else None):
                     lowered = program.lower()
                 said = analyse(lowered, dict(mesh.shape), topology, run=not devices.estimate)
-                found[program.name, program.layers] = said
+                found[program.name] = said
                 bar.update(done + 1, seconds=time.perf_counter() - begun, gigabytes=said.beside_arguments / 1e9)
         result = report.summarise(job, programs, found)
     if not result["fits"]:

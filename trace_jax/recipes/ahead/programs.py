@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -47,8 +47,6 @@ class Program:
         lower: traces it.
         runs: how often it runs in an optimizer step whose trajectories fill their context.
         arguments: of `arguments_by_kind`, the kinds that the program is given; the others lie beside it.
-        layers: of the policy that is lowered. The sampler's programs handle layers one by one, so they are compiled for
-            two small depths, and what they need is extended to all layers.
     """
 
     name: str
@@ -56,7 +54,6 @@ class Program:
     lower: Callable[[], jax.stages.Lowered]
     runs: float
     arguments: tuple[str, ...]
-    layers: int
 
 
 class Job:
@@ -160,15 +157,14 @@ class Job:
         grpo, times = self.config.grpo, self.config.grpo.iterations
         like, _ = self.trained(self.config, self.model)
         lower = self.learner.lowered_ahead(like, self.batch())
-        layers = self.config.policy.layers
         found = [
-            Program("accumulate", "learner", lower["accumulate"], self.micro_batches * times, LEARNING, layers),
-            Program("apply", "learner", lower["apply"], times, ("parameters", "moments", "gradients"), layers),
+            Program("accumulate", "learner", lower["accumulate"], self.micro_batches * times, LEARNING),
+            Program("apply", "learner", lower["apply"], times, ("parameters", "moments", "gradients")),
         ]
         scored = (grpo.kl_coefficient > 0) + (grpo.old_policy == "learner")
         if scored:
             kinds = ("parameters", "base", "batch")
-            found.append(Program("score", "learner", lower["score"], self.micro_batches * scored, kinds, layers))
+            found.append(Program("score", "learner", lower["score"], self.micro_batches * scored, kinds))
         if grpo.turn_credit.enabled:
             found.append(self._probe())
         return found
@@ -193,14 +189,8 @@ class Job:
         rows = math.ceil(self.sequences * each / shape.row_length)
         return Program(
             "probe", "sampler", lambda: score.lower(params, frozen, batch), math.ceil(rows / shape.rows),
-            ("probed", "base"), self.config.policy.layers,
+            ("probed", "base"),
         )  # fmt: skip
-
-    def sampling(self) -> list[Program]:
-        """Prefill and decoding of one lane with every slot full, for two small depths each."""
-        period = len(self.config.policy.mixers)
-        depths = [d for d in (period, 2 * period) if d <= self.config.policy.layers]
-        return [program for depth in depths for program in self._sampling(depth)]
 
     @property
     def slots(self) -> int:
@@ -231,10 +221,12 @@ class Job:
             self.topology.devices,
         )[0]
 
-    def _sampling(self, depth: int) -> list[Program]:
-        policy = self.config.policy
-        config = self.config.replace(policy=replace(policy, layers=depth))
-        rollout, model = config.rollout, self._model(config)
+    def sampling(self) -> list[Program]:
+        """Prefill and decoding of one lane with every slot full. They go through layers one by one, so they take longer
+        to compile than the learner's. A few layers would not do: a compiler that has memory to spare spends it (28
+        layers of Qwen3-0.6B need 2.4 GB in prefill; what 1 and 2 need would come to 50)."""
+        config, model = self.config, self.model
+        rollout = config.rollout
         like, _ = self.trained(config, model)
         place = self.place(model)
         one = NamedSharding(Mesh([place.device], ("one",)), PartitionSpec())
@@ -274,8 +266,8 @@ class Job:
 
         kinds = ("sampled", "cache")
         return [
-            Program("prefill", "sampler", prefill, 0, kinds, depth),
-            Program("decode", "sampler", decode, 0, kinds, depth),
+            Program("prefill", "sampler", prefill, 0, kinds),
+            Program("decode", "sampler", decode, 0, kinds),
         ]
 
 

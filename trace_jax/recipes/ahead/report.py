@@ -26,12 +26,12 @@ def too_large(job: Job) -> bool:
     return max(memory.phases(job, held, {"learner": 0, "sampler": 0}).values()) > job.topology.chip.hbm_bytes
 
 
-def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str, int], Compiled]) -> dict[str, Any]:
+def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[str, Compiled]) -> dict[str, Any]:
     """The report of a run on a topology.
 
     Args:
         programs: those that were compiled, none of a run that is `too_large`.
-        compiled: by name and layers.
+        compiled: by name.
 
     Returns:
         `fits`, `hbm_bytes_per_chip`, `flops` (of the model in an optimizer step, all chips), `collective_bytes` (that a
@@ -42,7 +42,7 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
     held, no_sampler = memory.resident(job)
     own = job.sampling_mesh is not job.mesh
     figures = {p.name: _program(job, p, compiled) for p in programs if p.role == "learner" or p.name == "probe"}
-    figures |= _sampler(job, programs, compiled)
+    figures |= _sampler(programs, compiled)
     temporaries = {
         role: max((f["beside_arguments"] for n, f in figures.items() if f["role"] == role), default=0.0)
         for role in ("learner", "sampler")
@@ -93,7 +93,7 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
         },
         "programs": figures,
         "collectives": {
-            p.name: _collectives(compiled[p.name, p.layers].collectives) for p in programs if p.role == "learner"
+            p.name: _collectives(compiled[p.name].collectives) for p in programs if p.role == "learner"
         },
         "gathers": gathers,
         "chip": {
@@ -105,9 +105,9 @@ def summarise(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str
     }  # fmt: skip
 
 
-def _program(job: Job, program: Program, compiled: Mapping[tuple[str, int], Compiled]) -> dict[str, Any]:
+def _program(job: Job, program: Program, compiled: Mapping[str, Compiled]) -> dict[str, Any]:
     """Time and memory of one run of a program of all layers."""
-    said, chip = compiled[program.name, program.layers], job.topology.chip
+    said, chip = compiled[program.name], job.topology.chip
     mesh = job.mesh_of(program)
     done = _work(job, program)
     link, network = _link_seconds(said.collectives, mesh, job)
@@ -183,35 +183,22 @@ def _crosses(mesh: Mesh, axes: str, job: Job) -> bool:
     return len({job.topology.host_of(d) for d in np.ravel(mesh.devices[index])}) > 1
 
 
-def _sampler(job: Job, programs: Sequence[Program], compiled: Mapping[tuple[str, int], Compiled]) -> dict[str, Any]:
-    """Prefill and decoding of all layers, from those of two depths: what they need grows by as much with each."""
+def _sampler(programs: Sequence[Program], compiled: Mapping[str, Compiled]) -> dict[str, Any]:
+    """Prefill and decoding, which no step counts."""
     result: dict[str, Any] = {}
-    layers = job.config.policy.layers
-    for name in ("prefill", "decode"):
-        depths = sorted(p.layers for p in programs if p.name == name)
-        if not depths:
-            continue
-        known = [compiled[name, d] for d in depths]
-
-        def extended(values: list[float], depths=depths) -> float:
-            if len(values) == 1 or depths[-1] == layers:
-                return values[-1]
-            each = (values[1] - values[0]) / (depths[1] - depths[0])
-            return max(values[1] + each * (layers - depths[1]), 0.0)
-
-        refused = [k.refused for k in known if k.refused is not None]
+    for name in (p.name for p in programs if p.name in ("prefill", "decode")):
+        said = compiled[name]
         result[name] = {
             "role": "sampler",
             "runs": 0,
             "model_flops": 0.0,
-            "compiled_layers": depths,
-            "beside_arguments": extended([k.beside_arguments for k in known]),
-            "arguments": extended([k.arguments for k in known]),
-            "hbm_traffic_per_chip": extended([k.traffic or 0.0 for k in known]),
-            "collective_bytes": extended([sum(c.moved * c.runs for c in k.collectives) for k in known]),
+            "beside_arguments": said.beside_arguments,
+            "arguments": said.arguments,
+            "hbm_traffic_per_chip": said.traffic or 0.0,
+            "collective_bytes": sum(c.moved * c.runs for c in said.collectives),
             "roofline_s": 0.0,
-            "refused": refused[0] if refused else None,
-            "compile_seconds": sum(k.seconds for k in known),
+            "refused": said.refused,
+            "compile_seconds": said.seconds,
         }
     return result
 
@@ -231,7 +218,7 @@ def _collectives(found: Sequence[Collective]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: -r["moved"])[:20]
 
 
-def _gathers(job: Job, compiled: Mapping[tuple[str, int], Compiled], programs: Sequence[Program]) -> dict[str, Any]:
+def _gathers(job: Job, compiled: Mapping[str, Compiled], programs: Sequence[Program]) -> dict[str, Any]:
     """Whether weights are gathered layer by layer: the largest gather of the gradient, and what one layer has."""
     wide = 2 if job.config.policy.dtype == "bfloat16" else 4
     base = jax.tree_util.tree_leaves_with_path(job.base(job.mesh))
@@ -244,8 +231,7 @@ def _gathers(job: Job, compiled: Mapping[tuple[str, int], Compiled], programs: S
         else:
             single = max(single, size)
     period = len(job.config.policy.mixers)
-    accumulate = next(p for p in programs if p.name == "accumulate")
-    found = [c for c in compiled["accumulate", accumulate.layers].collectives if c.kind == "all-gather"]
+    found = [c for c in compiled["accumulate"].collectives if c.kind == "all-gather"]
     outside = [c.bytes for c in found if not c.in_loop]
     inside = [c.bytes for c in found if c.in_loop]
     limit = max(single, layer * period)
