@@ -80,6 +80,7 @@ def command(
             found, name = read_parquet(trajectories), f"contrast-{trajectories.stem}"
             out = run.folder(f"capability/{name}") if out is None else out
             settings: dict[str, Any] = {"trajectories": str(trajectories)}
+            _same(out, settings)
         else:
             stage = work.latest_stage() if stage in (None, "latest") else stage
             split = split or "validation"

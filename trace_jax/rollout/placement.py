@@ -132,8 +132,8 @@ def lane_places(
             continue
         if kv_heads % tensor:
             raise ConfigError(
-                f"policy.kv_heads {kv_heads} does not split over the {tensor} devices that share the heads of a sampling "
-                "lane (mesh.tensor, or mesh.rollout_tensor where lanes have a shape of their own): change one"
+                f"policy.kv_heads {kv_heads} does not split over the {tensor} devices that share the heads of a "
+                "sampling lane (mesh.tensor, or mesh.rollout_tensor where lanes have their own shape): change one"
             )
         lane = Mesh(devices.reshape(1, 1, tensor, expert), mesh.axis_names, axis_types=mesh.axis_types)
         params, frozen = jax.tree.map(lambda s, lane=lane: NamedSharding(lane, _without_rows(s.spec)), (layout, around))
