@@ -373,7 +373,7 @@ def test_ctrl_c_while_duckdb_works_is_an_interruption():
         with pytest.raises(KeyboardInterrupt), loading.database() as connection:
             timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
             timer.start()
-            connection.execute("SELECT sum(hash(a.i + b.i)) FROM range(100000) a(i), range(100000) b(i)")
+            connection.execute("SELECT sum(hash(a.i + b.i)) FROM range(40000) a(i), range(40000) b(i)")
     finally:
         signal.signal(signal.SIGINT, before)
     with pytest.raises(RuntimeError, match="another"), loading.database():
