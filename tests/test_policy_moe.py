@@ -1,5 +1,6 @@
 """Mixture-of-experts feed-forward against NumPy in float64, `transformers`, and a dense program under autodiff."""
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -372,6 +373,13 @@ def test_the_sum_of_outer_products_is_a_kernel_on_tpu():
     shapes = [jax.ShapeDtypeStruct(s, t) for s, t in (((300, D), "bfloat16"), ((300, F), "bfloat16"), ((E,), "int32"))]
     text = jax.jit(grouped.outer).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" in text and "ragged_dot" not in text
+
+
+def test_a_jax_without_the_kernel_sums_by_blocks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.ops.tpu.megablox.gmm", None)  # importing it fails
+    x, y, sizes = jnp.arange(12.0).reshape(6, 2), jnp.ones((6, 3)), jnp.asarray([4, 2], jnp.int32)
+    total = grouped.outer_kernel(x, y, sizes)
+    np.testing.assert_array_equal(total[:, :, 0], [[12, 16], [18, 20]])
 
 
 def test_gradients_of_weights_are_summed_in_float32():

@@ -18,9 +18,8 @@ from jaxtyping import Array, Float, Int
 
 CACHE = 2**20  # bytes of scores that stay in the second-level cache of a core
 HIDDEN = -1e30  # score of a key that a query must not see: its weight underflows to exactly zero
-QUERIES = (
-    128  # of a row whose scores over the cache exist at a time; whatever the cache's length, see `cache_attention`
-)
+# Queries of a row whose scores over the cache exist at a time, whatever the length of the cache (`cache_attention`).
+QUERIES = 128
 
 
 def rope_table(

@@ -65,8 +65,10 @@ def ragged(x, weight, sizes, transposed=False):
 
 def outer_kernel(x, y, sizes, onto=None, interpret=False):
     """`outer` by the TPU kernel; `interpret`: by XLA operations, on any device."""
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-
+    try:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+    except ImportError:  # experimental: another JAX may have it elsewhere, and every platform traces this
+        return outer_blocks(x, y, sizes, onto, largest=GPU_BLOCK)
     rows, *most = TPU_TILE
     x, y = (jnp.pad(z, ((0, -len(z) % rows), (0, 0))) for z in (x, y))
     tiling = (rows, *map(min, (x.shape[1], y.shape[1]), most))
